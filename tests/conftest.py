@@ -1,0 +1,15 @@
+"""What every test runs under: uninitialised memory is NaN, results do not depend on the machine's core count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """Fill `torch.empty` with NaN (integers with their maximum), so that memory read before it is written shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

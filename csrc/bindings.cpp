@@ -1,0 +1,95 @@
+// pyfast._C: chooses the instruction set, finds torch's OpenMP runtime, and passes calls on to the kernel table.
+//
+// Tensors arrive as addresses (tensor.data_ptr()), sizes and strides: no torch header, so one build serves every torch.
+// All checks are made in Python (pyfast/kernels/cpu.py); the GIL is released around each kernel.
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace py = pybind11;
+using pyfast::DType;
+using Address = uintptr_t;
+
+namespace {
+
+pyfast::Runtime g_runtime{};
+const pyfast::Kernels* g_kernels = nullptr;
+
+// Best first.
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    names.push_back("avx512");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    names.push_back("avx2");
+#endif
+  names.push_back("baseline");
+  return names;
+}
+
+// The OpenMP entry points that `torch_library` itself is linked to, so that torch and pyfast share one thread pool.
+bool find_openmp(const std::string& torch_library) {
+  void* handle = dlopen(torch_library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (!handle) return false;
+  auto parallel = dlsym(handle, "GOMP_parallel");
+  auto thread_num = dlsym(handle, "omp_get_thread_num");
+  auto num_threads = dlsym(handle, "omp_get_num_threads");
+  if (!parallel || !thread_num || !num_threads) return false;
+  g_runtime.parallel = reinterpret_cast<decltype(g_runtime.parallel)>(parallel);
+  g_runtime.thread_num = reinterpret_cast<decltype(g_runtime.thread_num)>(thread_num);
+  g_runtime.num_threads = reinterpret_cast<decltype(g_runtime.num_threads)>(num_threads);
+  return true;
+}
+
+// Loads the kernel library of one instruction set and makes it the current one.
+void load(const std::string& path, const std::string& torch_library) {
+  find_openmp(torch_library);
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) throw std::runtime_error("cannot load the CPU kernels: " + std::string(dlerror()));
+  auto entry = reinterpret_cast<decltype(&pyfast_kernels)>(dlsym(handle, "pyfast_kernels"));
+  if (!entry) throw std::runtime_error(path + " is not a kernel library: it has no pyfast_kernels");
+  g_kernels = entry(&g_runtime);
+}
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void rms_norm_forward(int dtype, Address x, Address weight, Address y, Address rstd, int64_t rows, int64_t width,
+                      int64_t x_stride, double eps, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->rms_norm_forward({DType(dtype), at<void>(x), at<void>(weight), at<void>(y), at<void>(rstd), rows, width,
+                               x_stride, eps, threads});
+}
+
+void rms_norm_backward(int dtype, Address dy, Address x, Address weight, Address rstd, Address dx, Address dweight,
+                       int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->rms_norm_backward({DType(dtype), at<void>(dy), at<void>(x), at<void>(weight), at<void>(rstd),
+                                at<void>(dx), at<void>(dweight), rows, width, dy_stride, x_stride, threads});
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "pyfast's C++ CPU kernels over raw addresses; use pyfast.ops instead";
+  m.def("supported_isas", [] {
+    py::list names;
+    for (const auto& name : supported_isas()) names.append(name);
+    return names;
+  });
+  m.def("load", &load, py::arg("path"), py::arg("torch_library"));
+  m.def("isa", [] { return g_kernels ? std::string(g_kernels->isa) : std::string(); });
+  m.def("has_openmp", [] { return g_runtime.parallel != nullptr; });
+  m.def("rms_norm_forward", &rms_norm_forward);
+  m.def("rms_norm_backward", &rms_norm_backward);
+}

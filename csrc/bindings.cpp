@@ -78,6 +78,20 @@ void rms_norm_backward(int dtype, Address dy, Address x, Address weight, Address
                                 at<void>(dx), at<void>(dweight), rows, width, dy_stride, x_stride, threads});
 }
 
+void gemm(int a_dtype, Address a, int64_t a_row_stride, int64_t a_col_stride, int b_dtype, Address b,
+          int64_t b_row_stride, int64_t b_col_stride, int out_dtype, Address out, int64_t out_row_stride, int64_t m,
+          int64_t n, int64_t k, double scale, bool accumulate, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->gemm({DType(a_dtype), DType(b_dtype), DType(out_dtype), at<void>(a), a_row_stride, a_col_stride,
+                   at<void>(b), b_row_stride, b_col_stride, at<void>(out), out_row_stride, m, n, k, scale, accumulate,
+                   threads});
+}
+
+double fma_peak(double seconds) {
+  py::gil_scoped_release release;
+  return g_kernels->fma_peak(seconds);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -92,4 +106,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("has_openmp", [] { return g_runtime.parallel != nullptr; });
   m.def("rms_norm_forward", &rms_norm_forward);
   m.def("rms_norm_backward", &rms_norm_backward);
+  m.def("gemm", &gemm);
+  m.def("fma_peak", &fma_peak, py::arg("seconds"));
 }

@@ -44,10 +44,28 @@ struct RmsNormBackward {
   int threads;
 };
 
+// out [m, n] (+)= scale * A [m, k] B [k, n]; element (i, j) of A at a[i * a_row_stride + j * a_col_stride]. All f64, or any
+// mix of f32, bf16, f16: then sums are float, rounded once. Columns of out are contiguous.
+struct Gemm {
+  DType a_dtype, b_dtype, out_dtype;
+  const void* a;
+  int64_t a_row_stride, a_col_stride;
+  const void* b;
+  int64_t b_row_stride, b_col_stride;
+  void* out;
+  int64_t out_row_stride;
+  int64_t m, n, k;
+  double scale;
+  bool accumulate;
+  int threads;
+};
+
 struct Kernels {
   const char* isa;
   void (*rms_norm_forward)(const RmsNormForward&);
   void (*rms_norm_backward)(const RmsNormBackward&);
+  void (*gemm)(const Gemm&);
+  double (*fma_peak)(double seconds);  // FLOP/s
 };
 
 }  // namespace pyfast

@@ -7,6 +7,8 @@ const Runtime* g_runtime = nullptr;
 
 void rms_norm_forward(const RmsNormForward&);
 void rms_norm_backward(const RmsNormBackward&);
+void gemm(const Gemm&);
+double fma_peak(double seconds);
 
 }  // namespace pyfast
 
@@ -16,6 +18,8 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       PYFAST_ISA,
       pyfast::rms_norm_forward,
       pyfast::rms_norm_backward,
+      pyfast::gemm,
+      pyfast::fma_peak,
   };
   pyfast::g_runtime = runtime;
   return &table;

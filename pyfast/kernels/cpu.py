@@ -87,3 +87,22 @@ def rms_norm_backward(
         rows, x.shape[-1], dy_stride, x_stride, torch.get_num_threads(),
     )  # fmt: skip
     return dx, dweight.to(weight.dtype)
+
+
+def gemm(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> Tensor:
+    """out [m, n] = scale * a [m, k] @ b [k, n], added to out when `accumulate`; returns out.
+
+    Any strides (transposes cost nothing); all float64, or any mix of float32, bfloat16 and float16 summed in float32
+    and rounded to out's dtype once. The same bits for any number of threads.
+    """
+    if out.stride(1) != 1 and out.shape[1] > 1:
+        if out.stride(0) != 1 and out.shape[0] > 1:
+            raise ValueError(f"out has strides {out.stride()}; one of its dimensions must be contiguous")
+        gemm(b.t(), a.t(), out.t(), accumulate, scale)
+        return out
+    _C.gemm(
+        DTYPE_CODES[a.dtype], a.data_ptr(), *a.stride(), DTYPE_CODES[b.dtype], b.data_ptr(), *b.stride(),
+        DTYPE_CODES[out.dtype], out.data_ptr(), out.stride(0),
+        a.shape[0], b.shape[1], a.shape[1], scale, accumulate, torch.get_num_threads(),
+    )  # fmt: skip
+    return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyfast.kernels import reference
+from pyfast.kernels.dtypes import sum_dtype
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -31,3 +32,10 @@ def rms_norm_backward(
     dx = rstd * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
     dweight = (dy.to(wide.dtype) * normalised).flatten(0, -2).sum(0)
     return dx.to(x.dtype) if need_dx else empty, dweight.to(weight.dtype) if need_dweight else empty
+
+
+def gemm(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> Tensor:
+    """See `cpu.gemm`."""
+    wide = sum_dtype(out.dtype)
+    product = (a.to(wide) @ b.to(wide)).mul_(scale)
+    return out.copy_(product.add_(out) if accumulate else product)

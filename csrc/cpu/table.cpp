@@ -7,6 +7,10 @@ const Runtime* g_runtime = nullptr;
 
 void rms_norm_forward(const RmsNormForward&);
 void rms_norm_backward(const RmsNormBackward&);
+int64_t rotary(const Rotary&);
+void swiglu_forward(const SwigluForward&);
+void swiglu_backward(const SwigluBackward&);
+void adamw(const AdamW&);
 
 }  // namespace pyfast
 
@@ -16,6 +20,10 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       PYFAST_ISA,
       pyfast::rms_norm_forward,
       pyfast::rms_norm_backward,
+      pyfast::rotary,
+      pyfast::swiglu_forward,
+      pyfast::swiglu_backward,
+      pyfast::adamw,
   };
   pyfast::g_runtime = runtime;
   return &table;

@@ -92,6 +92,40 @@ double fma_peak(double seconds) {
   return g_kernels->fma_peak(seconds);
 }
 
+int64_t rotary(int dtype, Address x, Address cos, Address sin, Address positions, Address y, int64_t batch,
+               int64_t length, int64_t heads, int64_t width, int64_t half, int64_t table_rows, int64_t x_batch_stride,
+               int64_t x_token_stride, int64_t x_head_stride, int64_t positions_batch_stride, bool inverse,
+               int threads) {
+  py::gil_scoped_release release;
+  return g_kernels->rotary({DType(dtype), at<void>(x), at<void>(cos), at<void>(sin), at<int64_t>(positions),
+                            at<void>(y), batch, length, heads, width, half, table_rows, x_batch_stride,
+                            x_token_stride, x_head_stride, positions_batch_stride, inverse, threads});
+}
+
+void swiglu_forward(int dtype, Address gate, Address up, Address y, int64_t rows, int64_t width, int64_t gate_stride,
+                    int64_t up_stride, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->swiglu_forward(
+      {DType(dtype), at<void>(gate), at<void>(up), at<void>(y), rows, width, gate_stride, up_stride, threads});
+}
+
+void swiglu_backward(int dtype, Address dy, Address gate, Address up, Address dgate, Address dup, int64_t rows,
+                     int64_t width, int64_t dy_stride, int64_t gate_stride, int64_t up_stride, int64_t d_stride,
+                     int threads) {
+  py::gil_scoped_release release;
+  g_kernels->swiglu_backward({DType(dtype), at<void>(dy), at<void>(gate), at<void>(up), at<void>(dgate), at<void>(dup),
+                              rows, width, dy_stride, gate_stride, up_stride, d_stride, threads});
+}
+
+void adamw(int dtype, bool grad_is_wide, Address param, Address grad, Address exp_avg, Address exp_avg_sq,
+           Address master, int64_t size, double beta1, double beta2, double decay, double step_size,
+           double inverse_root_bias, double eps, double grad_scale, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->adamw({DType(dtype), grad_is_wide, at<void>(param), at<void>(grad), at<void>(exp_avg),
+                    at<void>(exp_avg_sq), at<void>(master), size, beta1, beta2, decay, step_size, inverse_root_bias,
+                    eps, grad_scale, threads});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -108,4 +142,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("rms_norm_backward", &rms_norm_backward);
   m.def("gemm", &gemm);
   m.def("fma_peak", &fma_peak, py::arg("seconds"));
+  m.def("rotary", &rotary);
+  m.def("swiglu_forward", &swiglu_forward);
+  m.def("swiglu_backward", &swiglu_backward);
+  m.def("adamw", &adamw);
 }

@@ -60,12 +60,69 @@ struct Gemm {
   int threads;
 };
 
+// Half-split rotary embedding of x [batch, length, heads, width] (last dimension contiguous) into y, contiguous: channel
+// j < half turns with j + half, the rest is copied. Tables [table_rows, half] contiguous, float32 (float64 for f64).
+struct Rotary {
+  DType dtype;
+  const void* x;
+  const void* cos;
+  const void* sin;
+  const int64_t* positions;  // row of the tables for each token, [length] or [batch, length]; null: 0, 1, ... length - 1
+  void* y;
+  int64_t batch, length, heads, width, half, table_rows;
+  int64_t x_batch_stride, x_token_stride, x_head_stride;
+  int64_t positions_batch_stride;  // 0: the same positions in every batch element
+  bool inverse;                    // turn by the negative angle
+  int threads;
+};
+
+// y = silu(gate) * up; rows of `width` contiguous elements, row strides in elements; y [rows, width] contiguous.
+struct SwigluForward {
+  DType dtype;
+  const void* gate;
+  const void* up;
+  void* y;
+  int64_t rows, width, gate_stride, up_stride;
+  int threads;
+};
+
+// dgate and dup share one row stride: 2 width in the fused layout.
+struct SwigluBackward {
+  DType dtype;
+  const void* dy;
+  const void* gate;
+  const void* up;
+  void* dgate;
+  void* dup;
+  int64_t rows, width, dy_stride, gate_stride, up_stride, d_stride;
+  int threads;
+};
+
+// One AdamW step over flat memory, in place; see adamw.cpp for the formula. Moments and master are float32 (float64 for
+// f64); master may be null (always for f32 and f64): the weights are then read from and written to param alone.
+struct AdamW {
+  DType dtype;        // of param
+  bool grad_is_wide;  // the gradient is float32 (float64 for f64); otherwise it has param's dtype
+  void* param;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* master;
+  int64_t size;
+  double beta1, beta2, decay, step_size, inverse_root_bias, eps, grad_scale;
+  int threads;
+};
+
 struct Kernels {
   const char* isa;
   void (*rms_norm_forward)(const RmsNormForward&);
   void (*rms_norm_backward)(const RmsNormBackward&);
   void (*gemm)(const Gemm&);
   double (*fma_peak)(double seconds);  // FLOP/s
+  int64_t (*rotary)(const Rotary&);  // -1, or the index of the first position outside the tables: nothing is written then
+  void (*swiglu_forward)(const SwigluForward&);
+  void (*swiglu_backward)(const SwigluBackward&);
+  void (*adamw)(const AdamW&);
 };
 
 }  // namespace pyfast

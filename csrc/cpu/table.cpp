@@ -9,6 +9,10 @@ void rms_norm_forward(const RmsNormForward&);
 void rms_norm_backward(const RmsNormBackward&);
 void gemm(const Gemm&);
 double fma_peak(double seconds);
+int64_t rotary(const Rotary&);
+void swiglu_forward(const SwigluForward&);
+void swiglu_backward(const SwigluBackward&);
+void adamw(const AdamW&);
 
 }  // namespace pyfast
 
@@ -20,6 +24,10 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::rms_norm_backward,
       pyfast::gemm,
       pyfast::fma_peak,
+      pyfast::rotary,
+      pyfast::swiglu_forward,
+      pyfast::swiglu_backward,
+      pyfast::adamw,
   };
   pyfast::g_runtime = runtime;
   return &table;

@@ -62,10 +62,8 @@ def differentiable(op: Op, setup_context: Callable, backward: Callable) -> Calla
         return output
 
     # The combined form of forward: with a separate setup_context, `apply` inspects the signature on every call.
-    methods = {
-        "forward": staticmethod(forward_eager),
-        "backward": staticmethod(torch.autograd.function.once_differentiable(backward)),
-    }
+    backward_eager = torch.autograd.function.once_differentiable(backward)
+    methods = {"forward": staticmethod(forward_eager), "backward": staticmethod(backward_eager)}
     function = type(op.function.__name__, (torch.autograd.Function,), methods)
 
     def call(*args: Any) -> Any:

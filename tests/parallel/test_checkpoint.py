@@ -1,4 +1,4 @@
-"""One process: what is saved is loaded to the bit, and anything that is not a whole checkpoint of this model is refused."""
+"""One process: what is saved is loaded to the bit, and what is not a whole checkpoint of this model is refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def test_parameters_that_require_gradients_load_in_place(tmp_path):
     assert torch.equal(parameter, saved) and parameter.grad is None and parameter.is_leaf
 
 
-NAMES = ["__metadata__", "", ".", "..", "../../etc", "a/b\\c", "a b", "a[0:2]", "a", "[", "]", "ü€𝄞", "\udc80", "\x00\n\"'", "$tuple", "a" * 5000]
+NAMES = ["__metadata__", "", ".", "..", "../../etc", "a/b\\c", "a b", "a[0:2]", "a", "[", "]", "$tuple"]
+NAMES += ["ü€𝄞", "\udc80", "\x00\n\"'", "a" * 5000]
 
 
 def test_tensor_names_may_contain_anything(tmp_path):
@@ -122,10 +123,20 @@ def test_tensor_names_may_contain_anything(tmp_path):
 
 
 def test_keys_of_different_chunks_differ():
-    chunks = [("a", (0,), (2,), (4,)), ("a[0:2]", (0,), (4,), (4,)), ("a[0:2]", (0,), (2,), (4,)), ("a", (0,), (4,), (4,)),
-              ("a[0:2][0:2]", (0,), (4,), (4,)), ("__metadata__", (), (), ()), ("__metadata__[]", (), (), ()),
-              ("a\\n", (), (), ()), ("a\n", (), (), ()), ("", (), (), ()), ("[]", (), (), ())]  # fmt: skip
-    keys = [chunk_key(*chunk) for chunk in chunks]
+    whole = [
+        "a",
+        "a[0:2]",
+        "a[0:2][0:2]",
+        "a[0:4]",
+        "a[0:2][0:4]",
+        "a\\n",
+        "a\n",
+        "",
+        "[]",
+        "__metadata__",
+        "__metadata__[]",
+    ]
+    keys = [chunk_key(name, (0,), (length,), (4,)) for name in whole for length in (2, 4)]
     assert len(set(keys)) == len(keys)
     assert "__metadata__" not in keys
     assert chunk_key("model.norm.weight", (0,), (4,), (4,)) == "model.norm.weight"
@@ -153,7 +164,9 @@ def test_scalars_come_back_with_their_types(tmp_path):
     random.setstate(target.scalars["python"])
 
 
-@pytest.mark.parametrize("value, error", [(object(), TypeError), ({1, 2}, TypeError), (b"x", TypeError), (torch.zeros(1 << 19), ValueError)])
+@pytest.mark.parametrize(
+    "value, error", [(object(), TypeError), ({1, 2}, TypeError), (b"x", TypeError), (torch.zeros(1 << 19), ValueError)]
+)
 def test_scalars_that_json_cannot_hold_are_refused_by_name(tmp_path, value, error):
     with pytest.raises(error, match=r"scalars\.data\[1\]"):
         save(tmp_path, 1, small_state(data=[0, value]), MESH)
@@ -165,13 +178,15 @@ def test_scalars_that_json_cannot_hold_are_refused_by_name(tmp_path, value, erro
 
 def test_every_file_is_json_or_safetensors_and_none_is_a_pickle(tmp_path):
     path = save(tmp_path, 3, small_state(data=(1, 2)), MESH, config={"model": {"layers": 2}})
-    assert path.name == "step-00000003" and sorted(os.listdir(path)) == ["metadata.json", "rank-00000-00000.safetensors"]
+    assert path.name == "step-00000003"
+    assert sorted(os.listdir(path)) == ["metadata.json", "rank-00000-00000.safetensors"]
+    keys = {f"{kind}.{name}.weight" for kind in ("model", "optimizer.exp_avg") for name in "ab"}
     for file in path.iterdir():
         if file.suffix == ".json":
             json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
         else:
             with safe_open(file, framework="pt") as tensors:
-                assert sorted(tensors.keys()) == sorted(f"{kind}.{n}.weight" for kind in ("model", "optimizer.exp_avg") for n in "ab")
+                assert set(tensors.keys()) == keys
         with pytest.raises(ValueError):  # no pickle opcode stream, and no zip of one
             list(pickletools.genops(file.read_bytes()))
         assert not file.read_bytes().startswith(b"PK")
@@ -182,12 +197,14 @@ def test_metadata_says_what_is_there_without_a_model(tmp_path):
     save(tmp_path, 12, small_state(position=5), MESH, config={"seed": 1, "rates": (0.1, math.inf)})
     metadata = read_metadata(latest(tmp_path))
     assert isinstance(metadata, CheckpointMetadata)
-    assert (metadata.step, metadata.scalars, metadata.config) == (12, {"position": 5}, {"seed": 1, "rates": (0.1, math.inf)})
+    assert (metadata.step, metadata.scalars) == (12, {"position": 5})
+    assert metadata.config == {"seed": 1, "rates": (0.1, math.inf)}
     assert metadata.mesh == {"world": 1, "tp": 1, "cp": 1, "pp": 1, "dp": 1}
     record = metadata.tensors["optimizer.exp_avg.a.weight"]
     assert (record.shape, record.dtype, record.layout) == ((3, 4), torch.float32, [])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_large_states_are_spread_over_several_files_and_slices_are_read(tmp_path):
     full = {f"w{i}": torch.randn(10, 10) for i in range(7)}
     tensors = CheckpointState(full).tensors(MESH)
@@ -253,7 +270,9 @@ def test_a_master_that_is_not_the_parameter_is_noticed(tmp_path):
 
 def refused_unchanged(path, state, error, match, **options):
     """`load` raises, and no tensor and no scalar of the state changed."""
-    tensors = {**state.model_parameters, **{f"{k}.{n}": t for k, ts in (state.optimizer_state or {}).items() for n, t in ts.items()}}
+    tensors = dict(state.model_parameters)
+    for kind, of_kind in (state.optimizer_state or {}).items():
+        tensors.update({f"{kind} {name}": tensor for name, tensor in of_kind.items()})
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     scalars = dict(state.scalars)
     with pytest.raises(error, match=match) as caught:
@@ -277,7 +296,8 @@ def test_other_names_and_shapes_are_one_error_with_the_first_differences(tmp_pat
 
 def test_optimizer_state_must_match_unless_none_is_asked_for(tmp_path):
     save(tmp_path, 1, small_state(), MESH)
-    refused_unchanged(tmp_path, CheckpointState(small_state(0).model_parameters, {}), ValueError, "not in the model: optimizer")
+    plain = CheckpointState(small_state(0).model_parameters, {})
+    refused_unchanged(tmp_path, plain, ValueError, "not in the model: optimizer")
     sgd = CheckpointState(small_state(0).model_parameters, {"momentum": small_state(0).model_parameters})
     refused_unchanged(tmp_path, sgd, ValueError, "missing in the checkpoint: optimizer.momentum.a.weight")
     model_only = CheckpointState(small_state(0).model_parameters)
@@ -287,7 +307,8 @@ def test_optimizer_state_must_match_unless_none_is_asked_for(tmp_path):
 
 def test_integers_do_not_become_floats(tmp_path):
     save(tmp_path, 1, CheckpointState({"w": torch.arange(3)}), MESH)
-    refused_unchanged(tmp_path, CheckpointState({"w": torch.zeros(3)}), ValueError, "w: int64 in the checkpoint, float32 in the model")
+    state = CheckpointState({"w": torch.zeros(3)})
+    refused_unchanged(tmp_path, state, ValueError, "w: int64 in the checkpoint, float32 in the model")
 
 
 def test_optimizer_state_that_belongs_to_no_parameter_or_has_another_shape_is_refused(tmp_path):

@@ -35,7 +35,6 @@ from pyfast.parallel.checkpoint.together import on_first_rank, raise_as_ours, to
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)")
-MESH_DIMS = ("world", "tp", "cp", "pp", "dp")
 
 
 def save(
@@ -174,7 +173,7 @@ def _snapshot(
         if different:
             raise ValueError(f"{name}: {different[0]} is not the same on rank {rank} as on rank 0; it must be")
         layouts.update(its_layouts)
-    sizes = {dim: mesh.size(dim) for dim in MESH_DIMS}
+    sizes = {dim: mesh.size(dim) for dim in ("world", *mesh.order.split("-"))}
     return tensors, {"step": step, "mesh": sizes, "scalars": dict(state.scalars), "config": config, "layouts": layouts}
 
 

@@ -1,4 +1,4 @@
-"""The one JSON file of a checkpoint: which tensors it holds, where their pieces lie, and everything that is no tensor."""
+"""The one JSON file of a checkpoint: which tensors it holds, where their pieces lie, and all that is no tensor."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _parse(file: Path) -> Any:
 
 def _check_document(file: Path, document: Any) -> None:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is not the metadata of a pyfast checkpoint (no \"format\": \"{FORMAT}\")")
+        raise CheckpointError(f'{file} is not the metadata of a pyfast checkpoint (no "format": "{FORMAT}")')
     if document.get("version") != VERSION:
         raise CheckpointError(
             f"{file} has format version {document.get('version')!r}; this version of pyfast reads version {VERSION}. "

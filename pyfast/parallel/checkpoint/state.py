@@ -6,6 +6,7 @@ a fused projection are), so any layout can load what any other saved.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,15 +168,20 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         first: dict[str, tuple[int, TensorWriteData]] = {}
+        volumes: dict[str, dict[torch.Size, int]] = defaultdict(dict)
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
-                other_rank, other = first.setdefault(item.index.fqn, (rank, item.tensor_data))
                 mine = item.tensor_data
+                other_rank, other = first.setdefault(item.index.fqn, (rank, mine))
+                volumes[item.index.fqn][mine.chunk.offsets] = mine.chunk.sizes.numel()
                 if (mine.size, mine.properties.dtype) != (other.size, other.properties.dtype):
                     raise ValueError(
                         f"{item.index.fqn} is {dtype_name(mine.properties.dtype)} {tuple(mine.size)} on rank {rank} "
                         f"and {dtype_name(other.properties.dtype)} {tuple(other.size)} on rank {other_rank}"
                     )
+        for name, boxes in volumes.items():
+            if sum(boxes.values()) != (elements := first[name][1].size.numel()):
+                raise ValueError(f"{name}: the ranks hold {sum(boxes.values())} of its {elements} elements")
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:

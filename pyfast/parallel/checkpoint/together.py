@@ -14,11 +14,12 @@ T = TypeVar("T")
 _KEPT = {error.__name__: error for error in (ValueError, TypeError, FileExistsError, FileNotFoundError)}
 
 
-def together(group: Any, name: str, action: Callable[[], T]) -> list[T]:
+def together(group: Any, name: str, action: Callable[[], T], *, name_ranks: bool = True) -> list[T]:
     """Run `action` on every rank of `group` and return the results of all of them, in rank order.
 
     When it raises on any rank, every rank raises the same error once all have finished: of the same type if all
-    failures are one of the plain types above, otherwise CheckpointError.
+    failures are one of the plain types above, otherwise CheckpointError. It says which ranks failed unless all did or
+    `name_ranks` is off.
     """
     try:
         outcome: tuple[Any, ...] = (None, action())
@@ -27,13 +28,13 @@ def together(group: Any, name: str, action: Callable[[], T]) -> list[T]:
     outcomes = group.all_gather_object(outcome, name=name)
     failures = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
     if failures:
-        _raise(name, failures, len(outcomes))
+        _raise(name, failures, len(outcomes) if name_ranks else len(failures))
     return [result for _, result in outcomes]
 
 
 def on_first_rank(group: Any, name: str, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only; every rank returns its result or raises its error."""
-    return together(group, name, action if group.rank == 0 else lambda: None)[0]
+    return together(group, name, action if group.rank == 0 else lambda: None, name_ranks=False)[0]
 
 
 def raise_as_ours(name: str, error: CheckpointException, size: int) -> NoReturn:

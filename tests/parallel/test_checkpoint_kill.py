@@ -41,6 +41,8 @@ def check(directory, allowed, size=1000):
     assert step in allowed, (step, allowed)
     assert found.scalars == {"fill": step} and found.model_parameters["w"].eq(step).all()
     assert found.optimizer_state["m"]["w"].eq(-step).all()
+    for path in directory.glob("step-*"):  # those that were being removed too are whole or gone
+        load(path, state(0, size), MESH)
     save(directory, 5, state(5, size), MESH, keep_last=2)
     assert not [name for name in os.listdir(directory) if name.startswith(".")], os.listdir(directory)
     assert latest(directory).name == "step-00000005"

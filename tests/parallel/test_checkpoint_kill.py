@@ -75,10 +75,12 @@ assert steps == sorted(steps) and set(steps) == {2, 3}, steps
 print("events", number - 1, "before the rename", steps.count(2))
 
 size, seen = 8_000_000, 0
-for milliseconds in (2, 10, 25, 50, 90):
+for milliseconds in (0, 5, 20, 50):
     directory = ROOT / f"after-{milliseconds}"
     save(directory, 2, state(2, size), MESH)
     child = fork(lambda: save(directory, 3, state(3, size), MESH))
+    while not [name for name in os.listdir(directory) if name.startswith(".")]:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the save ended before it was seen"
     time.sleep(milliseconds / 1000)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -25,7 +25,7 @@ from pyfast.parallel.checkpoint.state import (
     CheckpointState,
     LoadPlanner,
     SavePlanner,
-    ShardedTensor,
+    LocalPart,
     describe,
     differences,
     layout_to_json,
@@ -148,7 +148,7 @@ def _snapshot(
     mesh: Any,
     keep_last: int | None,
     config: dict[str, Any] | None,
-) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
+) -> tuple[dict[str, LocalPart], dict[str, Any]]:
     """What is to be written, checked on all ranks; nothing is written yet."""
 
     def check() -> tuple[dict[str, str], dict[str, Any]]:
@@ -164,7 +164,7 @@ def _snapshot(
         layouts = {key: layout_to_json(tensor.layout) for key, tensor in tensors.items()}
         return {key: _digest(value) for key, value in values.items()}, layouts
 
-    tensors: dict[str, ShardedTensor] = {}
+    tensors: dict[str, LocalPart] = {}
     layouts: dict[str, Any] = {}
     ranks = together(mesh.group("world"), name, check)
     first = ranks[0][0]
@@ -191,7 +191,7 @@ def _prepare(directory: Path, final: Path, partial: Path) -> None:
     partial.mkdir()
 
 
-def _write(name: str, path: Path, tensors: dict[str, ShardedTensor], header: dict[str, Any], world: Any) -> None:
+def _write(name: str, path: Path, tensors: dict[str, LocalPart], header: dict[str, Any], world: Any) -> None:
     with _from_dcp(name, world):
         dcp.save(
             tensors,

@@ -43,13 +43,13 @@ class CheckpointState:
     optimizer_state: dict[str, dict[str, torch.Tensor]] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
 
-    def tensors(self, mesh: MeshLike) -> dict[str, ShardedTensor]:
+    def tensors(self, mesh: MeshLike) -> dict[str, LocalPart]:
         """Stored name -> this rank's part of it. ValueError for a tensor that does not fit its Layout."""
         cuts = {name: _Cut.of(get_layout(p), mesh) for name, p in self.model_parameters.items()}
         masters = self._masters()
         result = {}
         for name, parameter in self.model_parameters.items():
-            result[f"model.{name}"] = ShardedTensor(f"model.{name}", masters.get(name, parameter), cuts[name])
+            result[f"model.{name}"] = LocalPart(f"model.{name}", masters.get(name, parameter), cuts[name])
         for kind, tensors in (self.optimizer_state or {}).items():
             if "." in kind or not kind:
                 raise ValueError(f"optimizer_state: kind {kind!r} must be a name without dots")
@@ -59,7 +59,7 @@ class CheckpointState:
                 if kind != MASTER:
                     stored = f"optimizer.{kind}.{name}"
                     cut = _Cut.of(Layout(()), mesh) if tensor.dim() == 0 else cuts[name]
-                    result[stored] = ShardedTensor(stored, tensor, cut)
+                    result[stored] = LocalPart(stored, tensor, cut)
         return result
 
     def _masters(self) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ class _Cut:
         return _Cut(layout, local_shape, tuple(layout.slices(sizes, coordinates)))
 
 
-class ShardedTensor:
+class LocalPart:
     """One rank's part of a named tensor, in the form torch.distributed.checkpoint plans with (`_Checkpointable`)."""
 
     def __init__(self, name: str, tensor: torch.Tensor, cut: _Cut) -> None:
@@ -161,7 +161,7 @@ def layout_to_json(layout: Layout) -> list[dict[str, Any]]:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans over ShardedTensor objects; a piece that several ranks hold is written by the one with least to write."""
+    """Plans over LocalPart objects; a piece that several ranks hold is written by the one with least to write."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -189,7 +189,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans over ShardedTensor objects, which are filled in place."""
+    """Plans over LocalPart objects, which are filled in place."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -209,7 +209,7 @@ class LoadPlanner(DefaultLoadPlanner):
 # ------------------------------------------------------------------------------------------ does it fit the model?
 
 
-def describe(tensors: dict[str, ShardedTensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+def describe(tensors: dict[str, LocalPart]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name -> (unsharded shape, dtype), what `differences` compares."""
     return {name: (tuple(t.global_shape), dtype_name(t.tensor.dtype)) for name, t in tensors.items()}
 

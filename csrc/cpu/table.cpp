@@ -9,6 +9,8 @@ void rms_norm_forward(const RmsNormForward&);
 void rms_norm_backward(const RmsNormBackward&);
 void gemm(const Gemm&);
 double fma_peak(double seconds);
+void cross_entropy_rows(const CrossEntropyRows&);
+void cross_entropy_gradient(const CrossEntropyGradient&);
 
 }  // namespace pyfast
 
@@ -20,6 +22,8 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::rms_norm_backward,
       pyfast::gemm,
       pyfast::fma_peak,
+      pyfast::cross_entropy_rows,
+      pyfast::cross_entropy_gradient,
   };
   pyfast::g_runtime = runtime;
   return &table;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pyfast.ops.linear_cross_entropy import linear_cross_entropy
 from pyfast.ops.rms_norm import rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["linear_cross_entropy", "rms_norm"]

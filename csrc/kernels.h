@@ -113,6 +113,36 @@ struct AdamW {
   int threads;
 };
 
+// One pass over logits [rows, cols] (f32 or f64, row stride in elements), this rank's columns [start, start + cols) of the
+// vocabulary: x = softcap tanh(logit / softcap) (x = logit without a softcap), lse = log sum exp x, and x at the target
+// (0 when it lies elsewhere). Left in place: exp(x - largest) if `exponentials`, else x.
+struct CrossEntropyRows {
+  DType dtype;
+  void* logits;
+  const int64_t* target;  // [rows] global ids
+  void* lse;              // [rows]
+  void* picked;           // [rows] x at the target
+  void* largest;          // [rows] max of x
+  int64_t rows, cols, stride, start;
+  double softcap;
+  bool exponentials;
+  int threads;
+};
+
+// Gradient in place of what CrossEntropyRows left: dlogit = grad (exp(x - lse) (1 + 2 z_loss lse) - [column is target]),
+// times 1 - (x / softcap)^2 under a softcap. lse is that of the whole vocabulary.
+struct CrossEntropyGradient {
+  DType dtype;
+  void* logits;
+  const int64_t* target;
+  const void* lse;
+  const void* largest;  // null: logits hold x; else they hold exp(x - largest)
+  const void* grad;     // [rows]; null: 1
+  int64_t rows, cols, stride, start;
+  double softcap, z_loss;
+  int threads;
+};
+
 struct Kernels {
   const char* isa;
   void (*rms_norm_forward)(const RmsNormForward&);
@@ -123,6 +153,8 @@ struct Kernels {
   void (*swiglu_forward)(const SwigluForward&);
   void (*swiglu_backward)(const SwigluBackward&);
   void (*adamw)(const AdamW&);
+  void (*cross_entropy_rows)(const CrossEntropyRows&);
+  void (*cross_entropy_gradient)(const CrossEntropyGradient&);
 };
 
 }  // namespace pyfast

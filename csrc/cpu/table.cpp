@@ -13,6 +13,8 @@ int64_t rotary(const Rotary&);
 void swiglu_forward(const SwigluForward&);
 void swiglu_backward(const SwigluBackward&);
 void adamw(const AdamW&);
+void cross_entropy_rows(const CrossEntropyRows&);
+void cross_entropy_gradient(const CrossEntropyGradient&);
 
 }  // namespace pyfast
 
@@ -28,6 +30,8 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::swiglu_forward,
       pyfast::swiglu_backward,
       pyfast::adamw,
+      pyfast::cross_entropy_rows,
+      pyfast::cross_entropy_gradient,
   };
   pyfast::g_runtime = runtime;
   return &table;

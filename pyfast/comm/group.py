@@ -7,6 +7,7 @@ others by the process group's backend; both give the same bits on every rank, su
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,8 @@ from pyfast.comm.record import Event, emit, recording
 
 _REDUCTIONS = ("sum", "max")
 _SIGNATURE_BYTES = 512
+# Process group names, unique in a process as torch's own registry of them is, to the groups alive.
+_NAMED: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 
 class Work:
@@ -86,6 +89,8 @@ class Group:
         if self.size > 1 and process_group is None:
             raise ValueError(f"process_group: is None for group '{name}' of {self.size} ranks")
         self._lane = _Lane(process_group, rank, self.size, timeout_s) if process_group is not None else None
+        if process_group is not None:
+            _NAMED[process_group.group_name] = self
 
     @classmethod
     def single(cls, name: str = "single", *, rank: int = 0) -> Group:
@@ -142,6 +147,15 @@ class Group:
         if len(ranks) == 1:
             return cls.single(name, rank=ranks[0])
         return cls(name, ranks, rank, group, timeout_s=_world_timeout(group))
+
+    @classmethod
+    def named(cls, process_group_name: str) -> Group:
+        """The group whose process group has this name (`process_group.group_name`): how the schema of an op holds one.
+
+        The Group made last for that process group, while it lives, so that both use one channel; else a new wrap.
+        """
+        group = _NAMED.get(process_group_name)
+        return group if group is not None else cls.wrap(dist.distributed_c10d._resolve_process_group(process_group_name))
 
     def renamed(self, name: str) -> Group:
         """The same ranks and the same channel under another name (the mesh dimension "dp-cp" when cp is 1)."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pyfast.ops.adamw import adamw_
+from pyfast.ops.linear_cross_entropy import linear_cross_entropy
 from pyfast.ops.rms_norm import rms_norm
 from pyfast.ops.rotary import rotary
 from pyfast.ops.swiglu import swiglu
 
-__all__ = ["adamw_", "rms_norm", "rotary", "swiglu"]
+__all__ = ["adamw_", "linear_cross_entropy", "rms_norm", "rotary", "swiglu"]

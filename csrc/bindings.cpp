@@ -9,16 +9,17 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "bindings.h"
 
 namespace py = pybind11;
 using pyfast::DType;
 using Address = uintptr_t;
 
+const pyfast::Kernels* g_kernels = nullptr;
+
 namespace {
 
 pyfast::Runtime g_runtime{};
-const pyfast::Kernels* g_kernels = nullptr;
 
 // Best first.
 std::vector<std::string> supported_isas() {
@@ -108,4 +109,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("rms_norm_backward", &rms_norm_backward);
   m.def("gemm", &gemm);
   m.def("fma_peak", &fma_peak, py::arg("seconds"));
+  bind_attention(m);
 }

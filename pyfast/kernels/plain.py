@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyfast.kernels import reference
+from pyfast.kernels.plain_attention import attention_backward, attention_forward  # noqa: F401
 from pyfast.kernels.dtypes import sum_dtype
 
 

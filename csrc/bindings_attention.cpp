@@ -30,11 +30,14 @@ pyfast::AttentionShape shape(const py::tuple& t) {
   return s;
 }
 
-void forward(const py::tuple& s, const py::tuple& q, const py::tuple& k, const py::tuple& v, Address out, Address lse) {
-  const pyfast::AttentionForward arguments{shape(s), strided(q), strided(k), strided(v), at(out), at(lse)};
+void forward(const py::tuple& s, const py::tuple& q, const py::tuple& k, const py::tuple& v, Address out, Address lse,
+             Address workspace) {
+  const pyfast::AttentionForward arguments{shape(s), strided(q), strided(k), strided(v), at(out), at(lse), at(workspace)};
   py::gil_scoped_release release;
   g_kernels->attention_forward(arguments);
 }
+
+int64_t forward_workspace(const py::tuple& s) { return g_kernels->attention_forward_workspace(shape(s)); }
 
 int64_t backward_workspace(const py::tuple& s) { return g_kernels->attention_backward_workspace(shape(s)); }
 
@@ -51,6 +54,7 @@ void backward(const py::tuple& s, const py::tuple& q, const py::tuple& k, const 
 }  // namespace
 
 void bind_attention(py::module_& m) {
+  m.def("attention_forward_workspace", &forward_workspace);
   m.def("attention_forward", &forward);
   m.def("attention_backward_workspace", &backward_workspace);
   m.def("attention_backward", &backward);

@@ -81,11 +81,13 @@ struct AttentionShape {
 };
 
 // out [rows, heads_q, value_size] contiguous; lse [heads_q, rows_q] (per batch entry), float32 (float64 for f64).
+// workspace: attention_forward_workspace() bytes, 64-byte aligned.
 struct AttentionForward {
   AttentionShape shape;
   Strided q, k, v;
   void* out;
   void* lse;
+  void* workspace;
 };
 
 // dq, dk, dv contiguous in the dtype of q; dlse like lse, may be null; dsinks [heads_q] like sinks, null without sinks.
@@ -108,6 +110,7 @@ struct Kernels {
   void (*rms_norm_backward)(const RmsNormBackward&);
   void (*gemm)(const Gemm&);
   double (*fma_peak)(double seconds);  // FLOP/s
+  int64_t (*attention_forward_workspace)(const AttentionShape&);
   void (*attention_forward)(const AttentionForward&);
   int64_t (*attention_backward_workspace)(const AttentionShape&);
   void (*attention_backward)(const AttentionBackward&);

@@ -5,9 +5,8 @@
 //   S^T = K Q^T   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)   (* 1 - tanh^2 under a softcap)
 //   dV += P^T dO   dK += dS^T Q * scale   dQ^T += K^T dS^T * scale   dsink = -sum exp(sink - L) delta
 //
-// A unit is one kv head of one sequence with the query heads that share it. First every panel of queries is prepared: Q and dO packed
-// both ways, delta. Then a task is one block of keys of one unit: it keeps dK and dV of the block and adds its part of
-// dQ into the panels. The blocks of a unit add to a panel in ascending order, each waiting for the one before: tasks are
+// First every panel of queries is prepared: Q and dO packed both ways, delta. Then a task is one block of keys of one
+// unit (a kv head of a sequence): it keeps dK and dV of the block and adds its part of dQ into the panels. The blocks of a unit add to a panel in ascending order, each waiting for the one before: tasks are
 // queued in that order too, so nobody waits for a task that no thread has begun. The last block writes dQ out.
 // Every sum has one order: the same bits for any number of threads. S and dP are computed once.
 #include <atomic>
@@ -22,8 +21,6 @@
 
 namespace pyfast {
 namespace {
-
-constexpr int64_t kChunkBytes = 64 << 20;  // prepared panels at a time: bounds the workspace
 
 // Sizes, and where a panel's parts lie.
 template <class C>
@@ -84,6 +81,10 @@ struct Task {
   int64_t left;  // work of this and the later blocks of the unit: descending order keeps the blocks of a unit in order
 };
 
+void longest_first(std::vector<Task>& tasks) {
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& x, const Task& y) { return x.left > y.left; });
+}
+
 // P^T and dS^T from S^T and dP^T (in place: p holds S, ds holds dP) for key rows [begin, end); masked entries become 0.
 template <class C, int NV>
 void score_gradients(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel, C softcap, int64_t begin,
@@ -131,35 +132,17 @@ struct Backward {
 
   int64_t panels_of(int64_t z) const { return (sequence_at(s, z).q_len + W - 1) / W; }
 
-  // Units [first, last) that fit the workspace, at least one per thread.
-  int64_t chunk_end(int64_t first) const {
-    int64_t bytes = 0, unit = first;
-    for (; unit < s.batch * s.heads_k; ++unit) {
-      bytes += panels_of(unit / s.heads_k) * group * layout.panel_size() * int64_t(sizeof(C));
-      if (bytes > kChunkBytes && unit >= first + s.threads) break;
-    }
-    return unit;
+  int64_t bytes_of(int64_t z) const {
+    return panels_of(z) * group * layout.panel_size() * int64_t(sizeof(C));
   }
-
-  int64_t chunk_panels(int64_t first, int64_t last) const {
-    int64_t panels = 0;
-    for (int64_t unit = first; unit < last; ++unit) panels += panels_of(unit / s.heads_k) * group;
-    return panels;
-  }
-
   int64_t workspace_bytes() const {
-    int64_t most = 0;
-    for (int64_t first = 0, last; first < s.batch * s.heads_k; first = last) {
-      last = chunk_end(first);
-      most = std::max(most, chunk_panels(first, last));
-    }
-    return most * layout.panel_size() * int64_t(sizeof(C));
+    return workspace_of_chunks(s, [&](int64_t z) { return bytes_of(z); });
   }
 
   void run() const {
     std::vector<C> dsinks(s.sinks ? s.heads_q : 0, C(0));
     for (int64_t first = 0, last; first < s.batch * s.heads_k; first = last) {
-      last = chunk_end(first);
+      last = chunk_end(s, first, [&](int64_t z) { return bytes_of(z); });
       run_chunk(first, last, dsinks);
     }
     if (s.sinks) std::copy(dsinks.begin(), dsinks.end(), static_cast<C*>(a.dsinks));
@@ -185,7 +168,7 @@ struct Backward {
       add_tasks(unit, int64_t(units.size()), tasks);
       units.push_back(unit);
     }
-    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& x, const Task& y) { return x.left > y.left; });
+    longest_first(tasks);
 
     std::vector<C> sink_parts(s.sinks ? all.size() : 0);
     parallel_tasks(int64_t(all.size()), s.threads, [&](int64_t i, int) {

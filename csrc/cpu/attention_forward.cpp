@@ -1,7 +1,7 @@
 // Attention forward: blocked online softmax (Rabe and Staats 2021; Dao et al. 2022), exact, any dtype, sums in C.
 //
-// A task is a range of queries of a few query heads that share a kv head. It walks over the blocks of keys its queries
-// see; each block of K and V is widened and packed once and used by all of the task's panels:
+// K and V are widened and packed once per kv head. A task is a range of queries of a few query heads that share a kv
+// head. It walks over the blocks of keys its queries see, and at each block over its panels:
 //
 //   S^T = K Q^T                 [keys, queries] of one panel, base-2 exponents
 //   m' = max(m, rowmax S), P = 2^(S - m'), l = l 2^(m - m') + sum P
@@ -22,11 +22,21 @@ namespace {
 
 constexpr int64_t kTaskLanes = 192;  // queries x heads a task holds: their Q and O must stay in L2 beside K and V
 
+struct Unit {
+  int64_t z, kv;
+  int64_t first_block;  // of its blocks of keys, within the chunk
+};
+
 struct Task {
-  int64_t z, head, heads;  // query heads [head, head + heads), of one kv head
+  int64_t unit;
+  int64_t head, heads;  // query heads [head, head + heads)
   int64_t q0, q1;          // queries of sequence z
   int64_t cost;            // visible (query, key) pairs, about
 };
+
+void longest_first(std::vector<Task>& tasks) {
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& x, const Task& y) { return x.cost > y.cost; });
+}
 
 // State of one panel of queries, for one head.
 template <class C>
@@ -38,7 +48,7 @@ struct Panel {
 template <class C>
 struct KeyBlock {
   int64_t k0, count;
-  const C *k, *v;
+  C *k, *v;  // packed columns
 };
 
 // One panel against the keys [lo, hi) of a block: scores, softmax, values.
@@ -109,45 +119,82 @@ struct Forward {
   int64_t panel_size() const { return (depth + value_width + 2) * W; }
   int64_t block_size() const { return (depth + value_width) * kKeyBlock; }
 
-  std::vector<Task> tasks() const {
-    const int64_t panels = (kTaskLanes + W - 1) / W;
-    const int64_t heads = std::min(group, panels), head_chunks = (group + heads - 1) / heads;
-    int64_t rows = std::max<int64_t>(1, panels / heads) * W;
-    // Few long sequences on many threads: smaller tasks.
-    while (rows > W && s.batch * s.heads_k * head_chunks * (s.rows_q / rows) < 2 * s.threads && s.threads > 1)
-      rows = std::max<int64_t>(1, rows / W / 2) * W;
-    std::vector<Task> list;
-    for (int64_t z = 0; z < s.batch; ++z) {
-      const Sequence sequence = sequence_at(s, z);
-      const Visible visible(s, sequence);
-      for (int64_t q0 = 0; q0 < sequence.q_len; q0 += rows) {
-        const int64_t q1 = std::min(q0 + rows, sequence.q_len);
-        const int64_t cost = (q1 - q0) * std::max<int64_t>(0, visible.hi(q1 - 1) - visible.lo(q0));
-        for (int64_t kv = 0; kv < s.heads_k; ++kv)
-          for (int64_t first = 0; first < group; first += heads)
-            list.push_back({z, kv * group + first, std::min(heads, group - first), q0, q1, cost});
-      }
-    }
-    std::stable_sort(list.begin(), list.end(), [](const Task& x, const Task& y) { return x.cost > y.cost; });
-    return list;
+  int64_t blocks_of(int64_t z) const { return (sequence_at(s, z).k_len + kKeyBlock - 1) / kKeyBlock; }
+  int64_t bytes_of(int64_t z) const { return blocks_of(z) * block_size() * int64_t(sizeof(C)); }
+  int64_t workspace_bytes() const {
+    return workspace_of_chunks(s, [&](int64_t z) { return bytes_of(z); });
   }
 
   void run() const {
-    const std::vector<Task> list = tasks();
-    parallel_tasks(int64_t(list.size()), s.threads, [&](int64_t index, int) { run_task(list[index]); });
+    for (int64_t first = 0, last; first < s.batch * s.heads_k; first = last) {
+      last = chunk_end(s, first, [&](int64_t z) { return bytes_of(z); });
+      run_chunk(first, last);
+    }
     if (s.cu_q) {
       empty_rows(0, s.cu_q[0]);
       empty_rows(s.cu_q[s.batch], s.rows_q);
     }
   }
 
-  void run_task(const Task& task) const {
+  void run_chunk(int64_t first, int64_t last) const {
+    std::vector<Unit> units;
+    std::vector<int32_t> unit_of_block;
+    for (int64_t unit = first; unit < last; ++unit) {
+      units.push_back({unit / s.heads_k, unit % s.heads_k, int64_t(unit_of_block.size())});
+      unit_of_block.resize(unit_of_block.size() + blocks_of(unit / s.heads_k), int32_t(unit - first));
+    }
+    parallel_tasks(int64_t(unit_of_block.size()), s.threads, [&](int64_t block, int) {
+      const Unit& unit = units[unit_of_block[block]];
+      pack_block(unit, block - unit.first_block);
+    });
+    const std::vector<Task> list = tasks(units);
+    parallel_tasks(int64_t(list.size()), s.threads,
+                   [&](int64_t index, int) { run_task(units[list[index].unit], list[index]); });
+  }
+
+  std::vector<Task> tasks(const std::vector<Unit>& units) const {
+    const int64_t panels = (kTaskLanes + W - 1) / W;
+    const int64_t heads = std::min(group, panels), head_chunks = (group + heads - 1) / heads;
+    int64_t rows = std::max<int64_t>(1, panels / heads) * W;
+    // Few long sequences on many threads: smaller tasks.
+    while (s.threads > 1 && rows > W && int64_t(units.size()) * head_chunks * (s.rows_q / rows) < 2 * s.threads)
+      rows = std::max<int64_t>(1, rows / W / 2) * W;
+    std::vector<Task> list;
+    for (size_t u = 0; u < units.size(); ++u) {
+      const Sequence sequence = sequence_at(s, units[u].z);
+      const Visible visible(s, sequence);
+      for (int64_t q0 = 0; q0 < sequence.q_len; q0 += rows) {
+        const int64_t q1 = std::min(q0 + rows, sequence.q_len);
+        const int64_t cost = (q1 - q0) * std::max<int64_t>(0, visible.hi(q1 - 1) - visible.lo(q0));
+        for (int64_t first = 0; first < group; first += heads)
+          list.push_back(
+              {int64_t(u), units[u].kv * group + first, std::min(heads, group - first), q0, q1, cost});
+      }
+    }
+    longest_first(list);
+    return list;
+  }
+
+  KeyBlock<C> block_at(const Unit& unit, int64_t index, int64_t k_len) const {
+    C* k = static_cast<C*>(a.workspace) + (unit.first_block + index) * block_size();
+    return {index * kKeyBlock, std::min(kKeyBlock, k_len - index * kKeyBlock), k, k + depth * kKeyBlock};
+  }
+
+  void pack_block(const Unit& unit, int64_t index) const {
+    const Sequence sequence = sequence_at(s, unit.z);
+    const KeyBlock<C> block = block_at(unit, index, sequence.k_len);
+    const int64_t row = sequence.k_start + block.k0;
+    pack_columns<T, C>(row_at(a.k, sequence.batch, row, unit.kv), a.k.row, block.count, s.head_size, block.k);
+    pack_columns<T, C>(row_at(a.v, sequence.batch, row, unit.kv), a.v.row, block.count, s.value_size, block.v);
+  }
+
+  void run_task(const Unit& unit, const Task& task) const {
     static thread_local Scratch scratch;
-    const Sequence sequence = sequence_at(s, task.z);
+    const Sequence sequence = sequence_at(s, unit.z);
     const Visible visible(s, sequence);
     const int64_t panels = (task.q1 - task.q0 + W - 1) / W;
-    C* memory = scratch.get<C>(block_size() + panels * task.heads * panel_size() + kKeyBlock * W);
-    C *k = memory, *v = k + depth * kKeyBlock, *scores = v + value_width * kKeyBlock, *states = scores + kKeyBlock * W;
+    C* scores = scratch.get<C>(panels * task.heads * panel_size() + kKeyBlock * W);
+    C* states = scores + kKeyBlock * W;
     auto panel_at = [&](int64_t h, int64_t p) {
       C* base = states + (h * panels + p) * panel_size();
       const int64_t q0 = task.q0 + p * W;
@@ -157,11 +204,9 @@ struct Forward {
     for (int64_t h = 0; h < task.heads; ++h)
       for (int64_t p = 0; p < panels; ++p) start(sequence, task.head + h, panel_at(h, p));
 
-    const int64_t lo = visible.lo(task.q0), hi = visible.hi(task.q1 - 1), kv = task.head / group;
+    const int64_t lo = visible.lo(task.q0), hi = visible.hi(task.q1 - 1);
     for (int64_t k0 = lo / kKeyBlock * kKeyBlock; k0 < hi; k0 += kKeyBlock) {
-      const KeyBlock<C> block{k0, std::min(kKeyBlock, sequence.k_len - k0), k, v};
-      pack_columns<T, C>(row_at(a.k, sequence.batch, sequence.k_start + k0, kv), a.k.row, block.count, s.head_size, k);
-      pack_columns<T, C>(row_at(a.v, sequence.batch, sequence.k_start + k0, kv), a.v.row, block.count, s.value_size, v);
+      const KeyBlock<C> block = block_at(unit, k0 / kKeyBlock, sequence.k_len);
       for (int64_t h = 0; h < task.heads; ++h)
         for (int64_t p = 0; p < panels; ++p) {
           const Panel<C> panel = panel_at(h, p);
@@ -234,6 +279,16 @@ struct Forward {
 };
 
 }  // namespace
+
+int64_t attention_forward_workspace(const AttentionShape& s) {
+  int64_t bytes = 0;
+  with_dtype(s.dtype, [&](auto* tag) {
+    AttentionForward arguments{};
+    arguments.shape = s;
+    bytes = Forward<std::decay_t<decltype(*tag)>>{arguments}.workspace_bytes();
+  });
+  return bytes;
+}
 
 void attention_forward(const AttentionForward& a) {
   with_dtype(a.shape.dtype, [&](auto* tag) { Forward<std::decay_t<decltype(*tag)>>{a}.run(); });

@@ -16,6 +16,33 @@ inline Sequence sequence_at(const AttentionShape& s, int64_t z) {
   return {0, s.cu_q[z], s.cu_q[z + 1] - s.cu_q[z], s.cu_k[z], s.cu_k[z + 1] - s.cu_k[z]};
 }
 
+// A unit is one kv head of one sequence, with the query heads that share it: unit = sequence * heads_k + kv head.
+// Units are worked on in chunks [first, result) whose workspace stays under this, or one at a time.
+constexpr int64_t kChunkBytes = 64 << 20;
+
+template <class BytesOfSequence>
+int64_t chunk_end(const AttentionShape& s, int64_t first, BytesOfSequence&& bytes_of) {
+  int64_t unit = first, bytes = 0;
+  for (; unit < s.batch * s.heads_k; ++unit) {
+    bytes += bytes_of(unit / s.heads_k);
+    if (bytes > kChunkBytes && unit > first) break;
+  }
+  return unit;
+}
+
+// The largest chunk's bytes.
+template <class BytesOfSequence>
+int64_t workspace_of_chunks(const AttentionShape& s, BytesOfSequence&& bytes_of) {
+  int64_t most = 0;
+  for (int64_t first = 0, last; first < s.batch * s.heads_k; first = last) {
+    last = chunk_end(s, first, bytes_of);
+    int64_t bytes = 0;
+    for (int64_t unit = first; unit < last; ++unit) bytes += bytes_of(unit / s.heads_k);
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
 // Query i of a sequence stands at position i + offset (bottom-right) and sees the keys [lo(i), hi(i)).
 // Both ends grow with i, so a range of queries sees [lo(first), hi(last)), and all of it sees [lo(last), hi(first)).
 struct Visible {

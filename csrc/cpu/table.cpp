@@ -9,6 +9,7 @@ void rms_norm_forward(const RmsNormForward&);
 void rms_norm_backward(const RmsNormBackward&);
 void gemm(const Gemm&);
 double fma_peak(double seconds);
+int64_t attention_forward_workspace(const AttentionShape&);
 void attention_forward(const AttentionForward&);
 int64_t attention_backward_workspace(const AttentionShape&);
 void attention_backward(const AttentionBackward&);
@@ -23,6 +24,7 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::rms_norm_backward,
       pyfast::gemm,
       pyfast::fma_peak,
+      pyfast::attention_forward_workspace,
       pyfast::attention_forward,
       pyfast::attention_backward_workspace,
       pyfast::attention_backward,

@@ -32,7 +32,10 @@ def attention_forward(
     sinks, cu_seqlens_q, cu_seqlens_k = _plain_arrays(q, sinks, cu_seqlens_q, cu_seqlens_k)
     options = (causal, window_left, window_right, scale, softcap)
     shape = _shape(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, options)
-    _C.attention_forward(shape, _strided(q), _strided(k), _strided(v), out.data_ptr(), lse.data_ptr())
+    workspace = torch.empty(_C.attention_forward_workspace(shape), dtype=torch.uint8)
+    _C.attention_forward(
+        shape, _strided(q), _strided(k), _strided(v), out.data_ptr(), lse.data_ptr(), workspace.data_ptr()
+    )  # fmt: skip
     return out, lse
 
 

@@ -9,16 +9,17 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "bindings.h"
 
 namespace py = pybind11;
 using pyfast::DType;
 using Address = uintptr_t;
 
+const pyfast::Kernels* g_kernels = nullptr;
+
 namespace {
 
 pyfast::Runtime g_runtime{};
-const pyfast::Kernels* g_kernels = nullptr;
 
 // Best first.
 std::vector<std::string> supported_isas() {
@@ -165,4 +166,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("swiglu_forward", &swiglu_forward);
   m.def("swiglu_backward", &swiglu_backward);
   m.def("adamw", &adamw);
+  bind_attention(m);
 }

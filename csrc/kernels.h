@@ -143,6 +143,50 @@ struct CrossEntropyGradient {
   int threads;
 };
 
+// A tensor [batch, rows, heads, size]: strides in elements, the last dimension contiguous.
+struct Strided {
+  const void* data;
+  int64_t batch, row, head;
+};
+
+// What attention's forward and backward share. Batched: `batch` sequences of rows_q queries and rows_k keys. Packed:
+// `batch` documents, document z being rows [cu[z], cu[z + 1]), and rows_q, rows_k the lengths of the packed tensors.
+struct AttentionShape {
+  DType dtype;
+  int64_t batch, rows_q, rows_k, heads_q, heads_k, head_size, value_size;
+  const int32_t* cu_q;  // null: batched
+  const int32_t* cu_k;
+  bool causal;                         // bottom-right aligned
+  int64_t window_left, window_right;   // inclusive; -1: unbounded
+  double scale, softcap;               // softcap 0: none
+  const void* sinks;                   // [heads_q] float32 (float64 for f64); may be null
+  int threads;
+};
+
+// out [rows, heads_q, value_size] contiguous; lse [heads_q, rows_q] (per batch entry), float32 (float64 for f64).
+// workspace: attention_forward_workspace() bytes, 64-byte aligned.
+struct AttentionForward {
+  AttentionShape shape;
+  Strided q, k, v;
+  void* out;
+  void* lse;
+  void* workspace;
+};
+
+// dq, dk, dv contiguous in the dtype of q; dlse like lse, may be null; dsinks [heads_q] like sinks, null without sinks.
+// workspace: attention_backward_workspace() bytes, 64-byte aligned.
+struct AttentionBackward {
+  AttentionShape shape;
+  Strided q, k, v, out, dout;
+  const void* lse;
+  const void* dlse;
+  void* dq;
+  void* dk;
+  void* dv;
+  void* dsinks;
+  void* workspace;
+};
+
 struct Kernels {
   const char* isa;
   void (*rms_norm_forward)(const RmsNormForward&);
@@ -155,6 +199,10 @@ struct Kernels {
   void (*adamw)(const AdamW&);
   void (*cross_entropy_rows)(const CrossEntropyRows&);
   void (*cross_entropy_gradient)(const CrossEntropyGradient&);
+  int64_t (*attention_forward_workspace)(const AttentionShape&);
+  void (*attention_forward)(const AttentionForward&);
+  int64_t (*attention_backward_workspace)(const AttentionShape&);
+  void (*attention_backward)(const AttentionBackward&);
 };
 
 }  // namespace pyfast

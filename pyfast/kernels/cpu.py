@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from pyfast import _C
-from pyfast.kernels.dtypes import sum_dtype
+from pyfast.kernels.cpu_attention import attention_backward, attention_forward  # noqa: F401
+from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.errors import position_error
-
-DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 def _library(isa: str) -> str | None:

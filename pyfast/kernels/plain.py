@@ -12,6 +12,7 @@ from torch import Tensor
 from pyfast.kernels import reference
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.kernels.errors import position_error
+from pyfast.kernels.plain_attention import attention_backward, attention_forward  # noqa: F401
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

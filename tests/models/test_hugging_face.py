@@ -27,22 +27,21 @@ SIZES = {
 }
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 500.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 CASES = {
     "llama": ("Llama", {}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
     "llama, every bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one kv head of size 12": ("Llama", {"num_key_value_heads": 1, "head_dim": 12}),
-    "llama, theta": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
-    "llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 77.0}}),
-    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama, theta": ("Llama", {"rms_norm_eps": 1e-5, "rope_theta": 77.0}),
+    "llama, linear": ("Llama", {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    "llama, llama3": ("Llama", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
+    "llama, yarn": ("Llama", {"rope_theta": 500.0, "rope_scaling": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3, bias, tied": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3, window": (
@@ -169,6 +168,53 @@ def test_what_is_not_supported_is_refused_by_name(change, named):
         config_from_hugging_face({**source, **change})
 
 
+def test_a_config_json_of_the_years_before_reads_the_same():
+    """Keys as transformers 4 wrote them: rope_theta at the top, the kind of scaling under "type"."""
+    source = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": [1, 2],
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 40,
+        "max_position_embeddings": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"type": "linear", "factor": 8.0},
+        "rope_theta": 500000.0,
+        "transformers_version": "4.40.0",
+        "use_cache": True,
+        "vocab_size": 67,
+    }
+    wanted = transformers.LlamaConfig(**source).to_dict()
+    config = config_from_hugging_face(source)
+    assert config == config_from_hugging_face(wanted)
+    assert (config.rope_theta, config.rope_scaling.kind, config.rope_scaling.factor) == (500000.0, "linear", 8.0)
+    assert (config.kv_heads, config.head_size, config.tied_embeddings) == (4, 8, False)
+    del source["hidden_size"]
+    with pytest.raises(ValueError, match="hidden_size"):
+        config_from_hugging_face(source)
+
+
+def test_weights_of_several_dtypes_need_a_choice():
+    theirs = theirs_of("Llama", {})
+    theirs.model.norm.bfloat16()
+    with pytest.raises(ValueError, match="model.norm.weight is torch.bfloat16"):
+        from_hugging_face(theirs)
+    assert next(from_hugging_face(theirs, dtype=torch.float64).parameters()).dtype == torch.float64
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        save_hugging_face(Transformer(TransformerConfig(layers=1, width=8, heads=2, vocab=11)), tmp_path / "file")
+
+
 def test_layers_with_different_windows_are_refused():
     source = transformers.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1).to_dict()
     with pytest.raises(ValueError, match="not supported yet"):
@@ -186,6 +232,8 @@ def test_a_config_that_no_family_can_hold_is_refused_before_anything_is_written(
 def test_config_there_and_back(case):
     family, options = CASES[case]
     config = config_from_hugging_face(getattr(transformers, f"{family}Config")(**{**SIZES, **options}).to_dict())
+    assert config.rope_theta == options.get("rope_theta", 10000.0)
+    assert (config.rope_scaling is None) == ("rope_scaling" not in options)
     assert config_from_hugging_face(json.loads(json.dumps(config_to_hugging_face(config)))) == config
 
 

@@ -10,7 +10,7 @@ Slots alternate. Writing the slot of exchange e is safe once exchange e-1 is com
 `published` >= e-1, which a rank raises only after it has read everything of exchange e-2. So every exchange waits for
 every rank, and no barrier is needed.
 
-Segments are memfds, opened by the peers through /proc and closed at once: they have no name and end with the last
+Segments are memfds, which the peers open through /proc: they have no name in any file system and end with the last
 process that maps them, however that ends. Counters are plain 8-byte stores, which x86 makes visible in program order;
 elsewhere this transport is not used.
 """
@@ -37,7 +37,7 @@ from pyfast.comm.exchange import combine
 Finish = Callable[[], None]
 
 _HEADER_BYTES = 4096
-_SLOT_BYTES = 1 << 20
+_SLOT_BYTES = 1 << 22
 _SEGMENT_BYTES = _HEADER_BYTES + 2 * _SLOT_BYTES
 # Counters in the header, as indices of 8-byte words, each in a cache line of its own.
 _PUBLISHED, _REDUCED, _FAILED = 0, 16, 32
@@ -224,6 +224,8 @@ class SharedMemory:
 def _pieces(*tensors: Tensor, limit: int = _SLOT_BYTES) -> Any:
     """Flat tensors of equal length, cut alike into pieces of at most `limit` bytes; one empty piece for empty ones."""
     length = max(1, limit // tensors[0].itemsize)
+    if tensors[0].numel() <= length:
+        return (tensors,)
     return zip(*(tensor.split(length) for tensor in tensors), strict=True)
 
 

@@ -171,8 +171,8 @@ class Group:
     def wrap(cls, group: Group | dist.ProcessGroup | None, name: str = "group") -> Group:
         """A Group from what an op accepts: a Group (returned as it is), a torch process group, or None (one rank).
 
-        Wrap a process group once and keep the result: two wraps of one process group must not have collectives in
-        flight at the same time.
+        A torch process group becomes the Group made from it, while that lives, else a new one. New ones of a process
+        group in use must not have collectives in flight at the same time.
         """
         if isinstance(group, Group):
             return group
@@ -180,11 +180,16 @@ class Group:
             return cls.single(name)
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: is a {type(group).__name__}, must be a pyfast Group, a torch ProcessGroup or None")
+        known = _NAMED.get(group.group_name)
+        # names come again after the job's groups were destroyed and made anew
+        if known is not None and known.process_group is group:
+            return known
         ranks = dist.get_process_group_ranks(group)
         rank = dist.get_rank(group)
         if len(ranks) == 1:
             return cls.single(name, rank=ranks[0])
-        return cls(name, ranks, rank, group, timeout_s=_world_timeout(group))
+        # perhaps wrapped anew for every call: not worth looking for shared memory each time
+        return cls(name, ranks, rank, group, timeout_s=_world_timeout(group), shared_memory=False)
 
     @classmethod
     def named(cls, process_group_name: str) -> Group:
@@ -192,8 +197,7 @@ class Group:
 
         The Group made last for that process group, while it lives, so that both use one channel; else a new wrap.
         """
-        group = _NAMED.get(process_group_name)
-        return group if group is not None else cls.wrap(dist.distributed_c10d._resolve_process_group(process_group_name))
+        return cls.wrap(dist.distributed_c10d._resolve_process_group(process_group_name))
 
     def renamed(self, name: str) -> Group:
         """The same ranks and the same channel under another name (the mesh dimension "dp-cp" when cp is 1)."""

@@ -130,7 +130,9 @@ class ParallelMesh:
                 if ranks not in channels:
                     channels[ranks] = Group.create(name, ranks, rank=rank, **options)
                 if rank in ranks:
-                    mine[name] = channels[ranks].renamed(name)
+                    # the first name keeps the group itself, which `Group.named` finds only while it lives
+                    channel = channels[ranks]
+                    mine[name] = channel if channel.name == name else channel.renamed(name)
         return cls(order, sizes, rank, mine)
 
     @classmethod

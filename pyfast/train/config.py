@@ -59,14 +59,21 @@ class ModelConfig(_Section):
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0.0)
     norm_eps: float = key(1e-6, "epsilon of every RMSNorm", least=0.0)
     attention_bias: bool = key(False, "bias on the query, key and value projections (Qwen2)")
+    attention_output_bias: bool = key(False, "bias on the attention's output projection")
+    ffn_bias: bool = key(False, "biases in the feed-forward")
+    rope_scaling: dict[str, Any] | None = key(
+        None, "stretched positions: kind (linear, llama3, yarn), factor, and the keys of that kind")
+    max_positions: int | None = key(None, "longest sequence the model can read; null = train.sequence_length", least=1)
+    residual_dtype: Literal["float32"] | None = key(
+        None, "float32 keeps the residual stream in float32 over bfloat16; null = train.dtype")
     window: int | None = key(None, "tokens a query sees, itself included; null = all before it", least=1, later=True)
-    experts: int | None = key(None, "experts of a mixture-of-experts layer", later=True)
+    experts: int = key(0, "experts of a mixture-of-experts layer", later=True)
     experts_per_token: int | None = key(None, "experts each token is sent to", later=True)
     expert_width: int | None = key(None, "inner width of one expert", later=True)
-    shared_experts: int | None = key(None, "experts every token is sent to", later=True)
+    shared_experts: int = key(0, "experts every token is sent to", later=True)
     moe_every: int | None = key(None, "every n-th layer has experts", later=True)
-    aux_loss_weight: float | None = key(None, "weight of the load-balancing loss", later=True)
-    z_loss_weight: float | None = key(None, "weight of the router's z loss", later=True)
+    aux_loss_weight: float = key(0.0, "weight of the load-balancing loss", later=True)
+    z_loss_weight: float = key(0.0, "weight of the router's z loss", later=True)
     capacity_factor: float | None = key(None, "slots of an expert over its fair share", later=True)
 
     def __post_init__(self) -> None:
@@ -224,7 +231,9 @@ def describe_type(hint: Any) -> str:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(describe_type(part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is list:
-        return "list of " + describe_type(typing.get_args(hint)[0])
+        return f"list of {describe_type(typing.get_args(hint)[0])}s"
+    if typing.get_origin(hint) is dict:
+        return "mapping"
     return words.get(hint, str(hint))
 
 
@@ -254,6 +263,8 @@ def has_type(value: object, hint: Any) -> bool:
         return any(has_type(value, part) for part in typing.get_args(hint))
     if origin is list:
         return isinstance(value, list) and all(has_type(item, typing.get_args(hint)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict)
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -266,9 +277,9 @@ def check_value(name: str, value: object, hint: Any, item: dataclasses.Field) ->
         raise ConfigError(name, value, f"allowed is {describe_allowed(item, hint)}")
     if limits.get("later") and value != item.default:
         raise NotSupportedYet(name, value, item.default)
-    if value in limits.get("later_values", ()):
+    if isinstance(value, str) and value in limits.get("later_values", ()):
         raise NotSupportedYet(name, value, item.default)
-    if value is None or isinstance(value, (bool, str, list)):
+    if value is None or isinstance(value, (bool, str, list, dict)):
         return
     least, above, most = limits.get("least"), limits.get("above"), limits.get("most")
     if (
@@ -280,16 +291,18 @@ def check_value(name: str, value: object, hint: Any, item: dataclasses.Field) ->
         raise ConfigError(name, value, f"allowed is {describe_allowed(item, hint)}")
 
 
-def check_parallel(parallel: ParallelConfig) -> None:
+def check_parallel(values: dict[str, Any]) -> None:
     """Raise `ConfigError` for a wrong type or count in `parallel`, and for layouts that are not built yet."""
-    hints, neutral = field_types(ParallelConfig), ParallelConfig()
+    hints = field_types(ParallelConfig)
     for item in dataclasses.fields(ParallelConfig):
-        name, value, default = f"parallel.{item.name}", getattr(parallel, item.name), getattr(neutral, item.name)
+        name, value = f"parallel.{item.name}", values.get(item.name, item.default)
         check_value(name, value, hints[item.name], item)
-        if item.name not in PARALLEL_READY and value != default and not (value is False and default is None):
-            raise NotSupportedYet(name, value, default)
+        if item.name not in PARALLEL_READY and value != item.default:
+            raise NotSupportedYet(name, value, item.default)
         if item.name in ("tensor", "data") and value is not None and value < 1:
-            raise ConfigError(name, value, "allowed is integer, at least 1")
+            raise ConfigError(name, value, f"allowed is {describe_type(hints[item.name])}, at least 1")
+        if item.name == "order" and sorted(value.split("-")) != ["cp", "dp", "pp", "tp"]:
+            raise ConfigError(name, value, "allowed is any order of tp, cp, pp and dp, joined by dashes")
 
 
 def layout_size(parallel: ParallelConfig) -> int:
@@ -302,7 +315,6 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
 
     Raises `ConfigError` where keys contradict one another or the number of ranks.
     """
-    check_parallel(config.parallel)
     replica, data = layout_size(config.parallel), config.parallel.data
     if world_size % replica or (data is not None and data * replica != world_size):
         need = f"{replica}" if data is None else f"{replica} x data {data} = {replica * data}"
@@ -373,16 +385,13 @@ def from_dict(values: dict[str, dict[str, Any]]) -> TrainConfig:
     """The inverse of `to_dict`; keys that are left out keep their defaults."""
     base = TrainConfig()
     made = {}
-    for name, section in sections().items():
-        given = values.get(name, {})
-        try:
-            made[name] = dataclasses.replace(getattr(base, name), **given)
-            if name == "parallel":
-                check_parallel(made[name])
-        except ConfigError:
-            raise
-        except (ValueError, TypeError) as error:
-            raise ConfigError(name, given, str(error).rstrip(".")) from error
+    for name in sections():
+        given = dict(values.get(name, {}))
+        if name == "parallel":
+            if given.get("sequence_parallel") is False:  # "no" and "not decided" are the same while it is not built
+                given["sequence_parallel"] = None
+            check_parallel(given)
+        made[name] = dataclasses.replace(getattr(base, name), **given)
     return TrainConfig(**made)
 
 
@@ -398,8 +407,8 @@ def effective_settings(config: TrainConfig) -> dict[str, str]:
             neutral = value is None or value is False or value == "none" or item in unread
             if name == "parallel":
                 neutral = value == getattr(ParallelConfig(), item)
-            elif item in ("momentum", "weight_decay", "warmup_steps"):
-                neutral = value == 0
+            elif name != "train":
+                neutral = neutral or value == 0
             if not neutral:
                 shown[f"{name}.{item}"] = yaml_word(value)
     return shown

@@ -51,4 +51,6 @@ def yaml_word(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(yaml_word(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {yaml_word(item)}" for name, item in value.items()) + "}"
     return str(value)

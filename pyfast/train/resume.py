@@ -1,0 +1,107 @@
+"""Where a run starts: anew, from its own last checkpoint, or from one that is named; and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pyfast.parallel.checkpoint import CheckpointState, latest, read_metadata
+from pyfast.train.config import TrainConfig, to_dict
+from pyfast.train.errors import ConfigError, TrainingError, yaml_word
+from pyfast.train.metrics import FILE_NAME
+from pyfast.train.optimizer import FlatOptimizer
+
+# Keys that may differ between a checkpoint and the run that goes on from it without changing what is computed.
+_FREE = {"checkpoint", "log"}
+# Keys that say which tensors there are, or what they mean: another value is another model.
+_NOT_THE_MODEL = {"vocab", "max_positions", "residual_dtype"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the run starts. `step`: steps done before; `path`: the checkpoint to load; `notices`: what to tell."""
+
+    step: int = 0
+    path: Path | None = None
+    notices: tuple[str, ...] = ()
+
+
+def find_start(config: TrainConfig, tokenizer_fingerprint: str) -> Start:
+    """Decide from the files that are there; reads only. Raises `TrainingError` rather than let a run be written over."""
+    directory, resume = config.checkpoint_directory, config.checkpoint.resume
+    if resume == "never":
+        _refuse_to_write_over(config)
+        return Start()
+    own = latest(directory) if directory is not None else None
+    path = own if resume == "auto" else _named_checkpoint(resume)
+    if path is None:
+        return Start()
+    metadata = read_metadata(path)
+    _check_same_run(config, metadata, tokenizer_fingerprint)
+    if own is not None and read_metadata(own).step > metadata.step:
+        raise ConfigError("checkpoint.resume", resume, f"{directory} holds later checkpoints (up to {own.name})",
+                          hint="Give another --log.directory to branch off, or resume from the last one.")
+    return Start(metadata.step, path, tuple(_changes(config, metadata.config or {})))
+
+
+def _named_checkpoint(name: str) -> Path:
+    path = Path(name)
+    if not path.exists():
+        raise ConfigError("checkpoint.resume", name, "there is no such path",
+                          hint="Allowed are auto, never, a checkpoint, or a directory of checkpoints.")
+    # A checkpoint is a directory step-NNNNNNNN; anything else is a directory of them.
+    found = path if path.name.startswith("step-") else latest(path)
+    if found is None:
+        raise ConfigError("checkpoint.resume", name, "there is no complete checkpoint in it")
+    return found
+
+
+def _refuse_to_write_over(config: TrainConfig) -> None:
+    directory, metrics = config.checkpoint_directory, Path(config.log.directory) / FILE_NAME
+    found = [str(metrics)] if metrics.exists() and metrics.stat().st_size else []
+    if directory is not None and latest(directory) is not None:
+        found.append(str(latest(directory)))
+    if found:
+        raise ConfigError("checkpoint.resume", "never", f"there is a run already: {' and '.join(found)}",
+                          hint="Nothing is written over: give another --log.directory, or --checkpoint.resume auto.")
+
+
+def _check_same_run(config: TrainConfig, metadata: Any, tokenizer_fingerprint: str) -> None:
+    """Raise `TrainingError` when the checkpoint is of another model or another tokenizer."""
+    theirs, ours = (metadata.config or {}).get("model", {}), to_dict(config)["model"]
+    other = [f"model.{name} is {yaml_word(ours[name])}, in the checkpoint {yaml_word(theirs[name])}"
+             for name in ours if name in theirs and ours[name] != theirs[name] and name not in _NOT_THE_MODEL]
+    what_to_do = "Use the checkpoint's values, or start anew with another --log.directory."
+    if other:
+        raise TrainingError(f"{metadata.path} is a checkpoint of another model: {'; '.join(other)}. {what_to_do}")
+    fingerprint = metadata.scalars.get("tokenizer")
+    if fingerprint is not None and fingerprint != tokenizer_fingerprint:
+        name = (metadata.config or {}).get("data", {}).get("tokenizer")
+        raise TrainingError(f"{metadata.path} was trained with another tokenizer (data.tokenizer {name}); this run has "
+                            f"data.tokenizer {config.data.tokenizer}. {what_to_do}")
+
+
+def _changes(config: TrainConfig, theirs: dict[str, Any]) -> list[str]:
+    """A line naming every key that differs from the checkpoint's, since the run then is not the one it continues."""
+    changed = []
+    for section, values in to_dict(config).items():
+        for name, value in values.items():
+            before = theirs.get(section, {}).get(name, value)
+            if section not in _FREE and value != before and name != "processes":
+                changed.append(f"{section}.{name} {yaml_word(before)} -> {yaml_word(value)}")
+    return [f"Changed since the checkpoint: {', '.join(changed)}"] if changed else []
+
+
+def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer, scalars: dict[str, Any]) -> CheckpointState:
+    """What is saved: parameters and optimizer state by name, and the plain values."""
+    return CheckpointState(dict(model.named_parameters()), optimizer.state_by_name(), scalars)
+
+
+def relative(path: str | Path) -> str:
+    """A path as it is shorter to read."""
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown

@@ -13,3 +13,12 @@ def _poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """A pool of gloo ranks: `ranks.run(function, world_size, *args)`; see support/ranks.py."""
+    from support.ranks import RankPool
+
+    with RankPool() as pool:
+        yield pool

@@ -1,0 +1,359 @@
+"""Groups: an ordered set of ranks that exchange tensors. Every collective of the package goes through one.
+
+A group of one rank needs no torch.distributed and sends nothing. CPU tensors travel by this package's own transports,
+others by the process group's backend; both give the same bits on every rank, sums in rank order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyfast.comm.bootstrap import world_store
+from pyfast.comm.exchange import Exchange
+from pyfast.comm.failure import Place, describe_absent
+from pyfast.comm.native import Native
+from pyfast.comm.record import Event, emit, recording
+
+_REDUCTIONS = ("sum", "max")
+_SIGNATURE_BYTES = 512
+
+
+class Work:
+    """A collective in flight. `wait()` completes it and returns its result; further calls return it again.
+
+    Operations of one group must be waited for in the order in which they were started, alike on every rank.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None, result: Tensor) -> None:
+        self._finish = finish
+        self._result = result
+
+    def wait(self) -> Tensor:
+        """Block until the result is complete."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return self._result
+
+
+class _Lane:
+    """What groups over the same ranks and process group share: their transports and the count of collectives."""
+
+    def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int, timeout_s: float) -> None:
+        self.pairs = Exchange(process_group, rank, size, timeout_s)
+        self.native = Native(process_group)
+        self.sequence = 0
+
+
+class Group:
+    """An ordered set of ranks that exchange tensors.
+
+    Make one with `Group.single`, `Group.create` or `Group.wrap`; a `ParallelMesh` makes those of its dimensions.
+    Every collective takes a `name` that says what it is for ("layer 3 attention.output").
+
+    Attributes:
+        name: what the group is ("tp").
+        ranks: global ranks in group order.
+        rank: this process's index in `ranks`.
+        size: number of ranks.
+        process_group: the torch process group; None when `size` is 1.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        process_group: dist.ProcessGroup | None,
+        *,
+        timeout_s: float = 600.0,
+        checked: bool = False,
+    ) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self.process_group = process_group
+        self.timeout_s = timeout_s
+        self.checked = checked
+        if self.size > 1 and process_group is None:
+            raise ValueError(f"process_group: is None for group '{name}' of {self.size} ranks")
+        self._lane = _Lane(process_group, rank, self.size, timeout_s) if process_group is not None else None
+
+    @classmethod
+    def single(cls, name: str = "single", *, rank: int = 0) -> Group:
+        """The group of this process alone (global rank `rank`): every collective is a no-op or a copy."""
+        return cls(name, (rank,), 0, None)
+
+    @classmethod
+    def create(
+        cls, name: str, ranks: Sequence[int], *, rank: int, timeout_s: float | None = None, checked: bool = False
+    ) -> Group | None:
+        """A new group over the global `ranks`, None on ranks outside it.
+
+        Collective over *all* ranks of the job, which must create the same groups in the same order; only a group of
+        one rank needs no partner.
+
+        Args:
+            rank: this process's global rank.
+            timeout_s: seconds a collective may wait; None: as given to `bootstrap.initialize`.
+            checked: exchange a signature before every collective, so that ranks that disagree on operation, name,
+                shape or dtype raise the same ValueError instead of corrupting each other (a round trip per collective:
+                for tests and debugging).
+        """
+        ranks = tuple(ranks)
+        if len(set(ranks)) < len(ranks) or not ranks:
+            raise ValueError(f"ranks: is {ranks}, must be one or more different ranks")
+        if len(ranks) == 1:
+            return cls.single(name, rank=rank) if ranks[0] == rank else None
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"group '{name}' of ranks {ranks} needs torch.distributed: call pyfast.comm.bootstrap.initialize first"
+            )
+        timeout_s = _world_timeout() if timeout_s is None else timeout_s
+        process_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), group_desc=name)
+        if rank not in ranks:
+            return None
+        # new_group sorts the ranks; the order of a group is the order of its process group
+        return cls(name, sorted(ranks), sorted(ranks).index(rank), process_group, timeout_s=timeout_s, checked=checked)
+
+    @classmethod
+    def wrap(cls, group: Group | dist.ProcessGroup | None, name: str = "group") -> Group:
+        """A Group from what an op accepts: a Group (returned as it is), a torch process group, or None (one rank).
+
+        Wrap a process group once and keep the result: two wraps of one process group must not have collectives in
+        flight at the same time.
+        """
+        if isinstance(group, Group):
+            return group
+        if group is None:
+            return cls.single(name)
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: is a {type(group).__name__}, must be a pyfast Group, a torch ProcessGroup or None")
+        ranks = dist.get_process_group_ranks(group)
+        rank = dist.get_rank(group)
+        if len(ranks) == 1:
+            return cls.single(name, rank=ranks[0])
+        return cls(name, ranks, rank, group, timeout_s=_world_timeout(group))
+
+    def renamed(self, name: str) -> Group:
+        """The same ranks and the same channel under another name (the mesh dimension "dp-cp" when cp is 1)."""
+        other = object.__new__(Group)
+        other.__dict__.update(self.__dict__, name=name)
+        return other
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, ranks={self.ranks}, rank={self.rank})"
+
+    # --- collectives -----------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, tensor: Tensor, *, name: str, op: str = "sum", async_op: bool = False, out: Tensor | None = None
+    ) -> Work | None:
+        """Sum (op="sum") or maximum (op="max") of `tensor` over the ranks, in place unless `out` is given.
+
+        Sums run in rank order, half precision in float32; the result has the same bits on every rank.
+
+        Args:
+            tensor: any shape, equal on all ranks. With `async_op` it must not change until `wait()`.
+            out: contiguous tensor like `tensor` that receives the result; `tensor` is then left alone.
+
+        Returns:
+            None, or with `async_op` a Work whose `wait()` completes the result.
+        """
+        if op not in _REDUCTIONS:
+            raise ValueError(f"op: is {op!r}, must be one of {_REDUCTIONS}")
+        tensor, target = tensor.detach(), tensor if out is None else out
+        target = target.detach()
+        _check_out("out", target, tuple(tensor.shape), tensor, contiguous=out is not None)
+        if self.size == 1:
+            return _done(_copy_into(target, tensor), async_op)
+        # a transport wants contiguous memory; a strided tensor goes through a copy and back
+        source = tensor.contiguous()
+        result = target if target.is_contiguous() else source
+        finish = self._start("all_reduce", name, source, lambda way: way.all_reduce(source, result, op), detail=op)
+        if result is target:
+            return self._complete(finish, target, async_op)
+        return self._complete(_then(finish, lambda: target.copy_(result)), target, async_op)
+
+    def all_gather(
+        self, tensor: Tensor, *, name: str, async_op: bool = False, out: Tensor | None = None
+    ) -> Tensor | Work:
+        """Every rank's `tensor` (equal shapes) stacked in group order: [P, *shape], into `out` when given.
+
+        With `async_op` a Work whose `wait()` returns the result.
+        """
+        source = tensor.detach().contiguous()
+        shape = (self.size, *tensor.shape)
+        if out is None:
+            out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        target = out.detach()
+        _check_out("out", target, shape, tensor, contiguous=True)
+        if self.size == 1:
+            target[0].copy_(source)
+            return _done(out, async_op) or out
+        finish = self._start("all_gather", name, source, lambda way: way.all_gather(source, target))
+        return self._complete(finish, out, async_op) or out
+
+    def reduce_scatter(
+        self, tensor: Tensor, *, name: str, async_op: bool = False, out: Tensor | None = None
+    ) -> Tensor | Work:
+        """Sum over the ranks of their `tensor` [P, *shape], of which this rank keeps block `rank`: [*shape].
+
+        Summed in rank order, half precision in float32. With `async_op` a Work whose `wait()` returns the result.
+        """
+        if tensor.dim() == 0 or tensor.shape[0] != self.size:
+            raise ValueError(
+                f"tensor: has shape {tuple(tensor.shape)}, its first dimension must be the {self.size} ranks of group "
+                f"'{self.name}'"
+            )
+        source = tensor.detach().contiguous()
+        if out is None:
+            out = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        target = out.detach()
+        _check_out("out", target, tuple(tensor.shape[1:]), tensor, contiguous=True)
+        if self.size == 1:
+            target.copy_(source[0])
+            return _done(out, async_op) or out
+        finish = self._start("reduce_scatter", name, source, lambda way: way.reduce_scatter(source, target))
+        return self._complete(finish, out, async_op) or out
+
+    def broadcast(self, tensor: Tensor, *, src: int, name: str) -> None:
+        """Overwrite `tensor` with that of the rank at index `src` of the group."""
+        if not 0 <= src < self.size:
+            raise ValueError(f"src: is {src}, must be an index of group '{self.name}', 0..{self.size - 1}")
+        if self.size == 1:
+            return
+        target = tensor.detach()
+        buffer = target.contiguous()
+        self._start("broadcast", name, buffer, lambda way: way.broadcast(buffer, src), detail=f"src {src}")()
+        if buffer.data_ptr() != target.data_ptr():
+            target.copy_(buffer)
+
+    def barrier(self, *, name: str) -> None:
+        """Return once every rank of the group has called it."""
+        if self.size == 1:
+            return
+        token = torch.zeros(1, dtype=torch.uint8, device=self._device())
+        gathered = torch.zeros(self.size, 1, dtype=torch.uint8, device=token.device)
+        self._start("barrier", name, token, lambda way: way.all_gather(token, gathered), payload=False)()
+
+    def all_gather_object(self, obj: Any, *, name: str) -> list[Any]:
+        """Every rank's `obj` (picklable, small), in group order."""
+        if self.size == 1:
+            return [obj]
+        gathered: list[Any] = [None] * self.size
+
+        def start(_: Any) -> Callable[[], None]:
+            return lambda: dist.all_gather_object(gathered, obj, group=self.process_group)
+
+        self._start("all_gather_object", name, torch.empty(0, device=self._device()), start, payload=False)()
+        return gathered
+
+    # --- one collective, from its name to its failure ----------------------------------------------------------------
+
+    def _start(
+        self,
+        operation: str,
+        name: str,
+        tensor: Tensor,
+        start: Callable[[Any], Callable[[], None]],
+        detail: str = "",
+        payload: bool = True,
+    ) -> Callable[[], None]:
+        """Begin a collective on the transport for `tensor`; the returned function completes it or raises by name."""
+        lane = self._lane
+        lane.sequence += 1
+        place = Place(operation, name, self.name, self.ranks, lane.sequence)
+        if recording():
+            shape, size = (tuple(tensor.shape), tensor.nbytes) if payload else ((), 0)
+            emit(Event(operation, name, self.name, size, str(tensor.dtype).removeprefix("torch."), shape))
+        if self.checked:
+            self._run(lambda: self._compare_signatures(place, tensor, detail), place)
+        way = self._transport(tensor)
+        finish = self._run(lambda: start(way), place)
+        return lambda: self._run(finish, place)
+
+    def _transport(self, tensor: Tensor) -> Any:
+        return self._lane.pairs if tensor.device.type == "cpu" else self._lane.native
+
+    def _complete(self, finish: Callable[[], None], result: Tensor, async_op: bool) -> Work | None:
+        if async_op:
+            return Work(finish, result)
+        finish()
+        return None
+
+    def _run(self, step: Callable[[], Any], place: Place) -> Any:
+        """Run one step of a collective; its failure names operation, group and the ranks that are missing."""
+        try:
+            return step()
+        except RuntimeError as error:
+            absent = describe_absent(world_store(), self.ranks[self.rank], place)
+            raise RuntimeError(
+                f"{place.operation} '{place.name}' of group '{self.name}' (ranks {list(self.ranks)}) failed on rank "
+                f"{self.ranks[self.rank]}, timeout {self.timeout_s:g} s. {absent} Cause: {error} "
+                "The group cannot be used any more: end this process and resume from the last checkpoint."
+            ) from error
+
+    def _compare_signatures(self, place: Place, tensor: Tensor, detail: str) -> None:
+        text = " ".join(
+            [place.operation, f"'{place.name}'", detail, str(tensor.dtype), str(list(tensor.shape)), tensor.device.type]
+        )
+        encoded = text.encode()
+        if len(encoded) > _SIGNATURE_BYTES:
+            digest = hashlib.sha256(encoded).hexdigest().encode()
+            encoded = encoded[: _SIGNATURE_BYTES - len(digest)] + digest
+        # spaces, not uninitialised bytes, after the text
+        token = torch.frombuffer(bytearray(encoded.ljust(_SIGNATURE_BYTES)), dtype=torch.uint8).to(self._device())
+        gathered = torch.zeros(self.size, _SIGNATURE_BYTES, dtype=torch.uint8, device=token.device)
+        self._transport(token).all_gather(token, gathered)()
+        if (gathered == gathered[0]).all():
+            return
+        texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in gathered.cpu()]
+        calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.ranks, texts, strict=True))
+        raise ValueError(f"the ranks of group '{self.name}' disagree on a collective. {calls}")
+
+    def _device(self) -> torch.device:
+        """A device on which the process group can exchange small tensors."""
+        kinds = {device.type for device in self.process_group._device_types}
+        return torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
+
+
+def _copy_into(target: Tensor, source: Tensor) -> Tensor:
+    # in place there is nothing to do, and a copy onto itself costs time
+    return target if target.data_ptr() == source.data_ptr() else target.copy_(source)
+
+
+def _done(result: Tensor, async_op: bool) -> Work | None:
+    return Work(None, result) if async_op else None
+
+
+def _then(finish: Callable[[], None], after: Callable[[], Any]) -> Callable[[], None]:
+    def both() -> None:
+        finish()
+        after()
+
+    return both
+
+
+def _check_out(argument: str, out: Tensor, shape: tuple[int, ...], like: Tensor, contiguous: bool) -> None:
+    if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device:
+        raise ValueError(
+            f"{argument}: is {out.dtype} {tuple(out.shape)} on {out.device}, must be {like.dtype} {shape} on "
+            f"{like.device}"
+        )
+    if contiguous and not out.is_contiguous():
+        raise ValueError(f"{argument}: has strides {out.stride()}, must be contiguous")
+
+
+def _world_timeout(group: dist.ProcessGroup | None = None) -> float:
+    """The timeout in seconds of `group`, of the default group when None."""
+    group = dist.group.WORLD if group is None else group
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()

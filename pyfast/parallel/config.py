@@ -1,0 +1,90 @@
+"""How many ways each kind of parallelism splits the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+# The part of the table that works; keys outside it are refused until they do, never ignored.
+_SUPPORTED = ("tensor", "data", "order")
+_DIMENSIONS = ("tp", "cp", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The layout of a job over its ranks.
+
+    Args:
+        tensor: ranks that share each weight matrix.
+        context: ranks that share each sequence.
+        pipeline: stages the layers are divided into.
+        virtual_pipeline: pieces of each stage.
+        data: ranks that see different data; None: all the ranks that are left.
+        expert: ranks that share the experts.
+        expert_tensor: ranks that share each expert.
+        zero: ZeRO stage, 0 to 3.
+        sequence_parallel: spread activations between tensor-parallel blocks over the sequence.
+        schedule: pipeline schedule.
+        layers_per_stage: layers of each stage, when not even.
+        order: mesh dimensions, fastest varying rank first; any permutation of "tp-cp-pp-dp".
+        context_method: how context-parallel ranks exchange keys and values.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    data: int | None = None
+    expert: int = 1
+    expert_tensor: int = 1
+    zero: int = 0
+    sequence_parallel: bool | None = None
+    schedule: str | None = None
+    layers_per_stage: list[int] | None = None
+    order: str = "tp-cp-pp-dp"
+    context_method: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in _SUPPORTED and value != field.default:
+                raise ValueError(
+                    f"parallel.{field.name}: is {value!r}, not supported yet; leave it at {field.default!r}"
+                )
+        for name, value in (("tensor", self.tensor), ("data", 1 if self.data is None else self.data)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"parallel.{name}: is {value!r}, must be a whole number >= 1")
+        if sorted(self.order.split("-")) != sorted(_DIMENSIONS):
+            raise ValueError(
+                f"parallel.order: is {self.order!r}, must name each of {', '.join(_DIMENSIONS)} once, joined by '-', "
+                "fastest varying first"
+            )
+
+    def resolve(self, world_size: int) -> ParallelConfig:
+        """The same layout with `data` filled in for `world_size` ranks.
+
+        Raises:
+            ValueError: the product of the layout is not `world_size`.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size: is {world_size}, must be >= 1")
+        ranks_per_replica = self.tensor * self.context * self.pipeline
+        layout = f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline}"
+        if self.data is None:
+            if world_size % ranks_per_replica:
+                raise ValueError(
+                    f"parallel: {layout} = {ranks_per_replica} ranks do not divide the {world_size} ranks of the job; "
+                    "start a multiple of them or change the layout"
+                )
+            return replace(self, data=world_size // ranks_per_replica)
+        if ranks_per_replica * self.data != world_size:
+            raise ValueError(
+                f"parallel: {layout} x data {self.data} = {ranks_per_replica * self.data} ranks, but the job has "
+                f"{world_size}; start as many as the layout needs, or leave parallel.data out to use all"
+            )
+        return self
+
+    def sizes(self) -> dict[str, int]:
+        """Size of each mesh dimension; `data` must be resolved."""
+        if self.data is None:
+            raise ValueError("parallel.data: is not resolved; call resolve(world_size) first")
+        return {"tp": self.tensor, "cp": self.context, "pp": self.pipeline, "dp": self.data}

@@ -54,7 +54,7 @@ class ModelConfig(_Section):
     head_size: int | None = key(None, "size of one head, even; null = width / heads", least=2)
     ffn_width: int | None = key(None, "inner width of the feed-forward; null = 8/3 of width, in steps of 64", least=1)
     vocab: int | None = key(None, "vocabulary size; null = the tokenizer's", least=1)
-    tied_embeddings: bool = key(True, "one matrix for the embedding and the head")
+    tied_embeddings: bool = key(False, "one matrix for the embedding and the head")
     qk_norm: bool = key(False, "RMSNorm on each head's query and key (Qwen3)")
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0.0)
     norm_eps: float = key(1e-6, "epsilon of every RMSNorm", least=0.0)

@@ -118,28 +118,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def draw_layout(order: str, sizes: dict[str, int], coordinates: list[dict[str, int]], shares: dict[str, str],
-                limit: int = 16) -> list[str]:
-    """One line a rank: its place in the mesh and what it holds; `shares` says per dimension what is cut.
-
-    Args:
-        order: dimensions, innermost first, such as "tp-cp-pp-dp".
-        coordinates: of each rank, dimension -> index.
-        limit: ranks drawn at most.
-    """
-    dimensions = [name for name in order.split("-") if sizes.get(name, 1) > 1]
-    if not dimensions:
-        return ["rank 0: the whole model, every sequence"]
-    lines = []
-    for rank, place in enumerate(coordinates[:limit]):
-        where = " ".join(f"{name} {place[name]}" for name in dimensions)
-        holds = ", ".join(shares[name].format(index=place[name] + 1, size=sizes[name]) for name in dimensions)
-        lines.append(f"rank {rank}: {where}  {holds}")
-    if len(coordinates) > limit:
-        lines.append(f"... and {len(coordinates) - limit} more")
-    return lines
-
-
 def _start_table(info: StartInfo) -> Group:
     table = Table.grid(padding=(0, 2))
     rows = {"model": f"{info.model}, {info.parameters:,} parameters", "data": info.data,

@@ -37,22 +37,22 @@ from pyfast.train.allocator import reuse_large_blocks
 from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.errors import RankFailed, TrainingError
 
-STOPPED = 130
 POLL_SECONDS = 0.1
 TIMEOUT_SECONDS = 600.0
 
 
-def launch(config: TrainConfig) -> int:
+def launch(config: TrainConfig, command: str = "pyfast train") -> int:
     """Train as `config` says and return the exit code: 0 done, 130 stopped by a signal. Raises `TrainingError`.
 
+    `command` is how the user started it, repeated in what is printed at the end.
     Under torchrun or Slurm this process is one rank of the run; otherwise it starts all of them.
     """
     joined = joined_world()
     world_size = joined[1] if joined else config.processes
     resolve(config, world_size)  # an impossible layout is found before anything starts
     if joined or world_size == 1:
-        return _run_here(config, *(joined or (0, 1)))
-    return _start_ranks(config, world_size)
+        return _run_here(config, command, *(joined or (0, 1)))
+    return _start_ranks(config, command, world_size)
 
 
 def joined_world() -> tuple[int, int] | None:
@@ -76,12 +76,12 @@ def threads_per_rank(ranks: int) -> int | None:
 # One process: a joined rank, or a run of one.
 
 
-def _run_here(config: TrainConfig, rank: int, world_size: int) -> int:
+def _run_here(config: TrainConfig, command: str, rank: int, world_size: int) -> int:
     with stopping.on_signals(signal.SIGINT, signal.SIGTERM) as stop:
         try:
             if world_size > 1:
                 _join(rank, world_size)
-            return _train(config, rank, world_size, stop)
+            return _train(config, command, rank, world_size, stop)
         except Exception as error:
             if not _first_to_fail():
                 raise SystemExit(1) from None
@@ -133,7 +133,7 @@ def _first_to_fail() -> bool:
 # Several processes on this machine.
 
 
-def _start_ranks(config: TrainConfig, world_size: int) -> int:
+def _start_ranks(config: TrainConfig, command: str, world_size: int) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="pyfast-") as directory, _inherited_ignore(signal.SIGINT):
@@ -142,7 +142,7 @@ def _start_ranks(config: TrainConfig, world_size: int) -> int:
         with _elastic_handles("SIGQUIT"):
             context = start_processes(
                 name="pyfast", entrypoint=_rank_main,
-                args={rank: (config, rank, world_size, directory, os.getpid(), threads) for rank in ranks},
+                args={rank: (config, command, rank, world_size, directory, os.getpid(), threads) for rank in ranks},
                 envs={rank: {} for rank in ranks}, logs_specs=DefaultLogsSpecs(log_dir=directory),
                 start_method="spawn",
             )
@@ -173,7 +173,7 @@ def _watch(context: Any, stop: stopping.Stop, directory: Path) -> int:
     codes = {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
     if told and not list(directory.glob("error-*.json")) and -signal.SIGUSR1 in codes.values():
         print("Stopped before the first step: nothing to save.", file=sys.stderr)
-        return STOPPED
+        return stopping.EXIT_CODE
     raise _root_cause(codes, _reports(directory))
 
 
@@ -194,7 +194,8 @@ def _root_cause(codes: dict[int, int | None], reports: list[dict]) -> TrainingEr
     return RankFailed(f"A rank ended early and left no report; exit codes by rank: {codes}.")
 
 
-def _rank_main(config: TrainConfig, rank: int, world_size: int, directory: str, parent: int, threads: int | None) -> int:
+def _rank_main(config: TrainConfig, command: str, rank: int, world_size: int, directory: str, parent: int,
+               threads: int | None) -> int:
     """What each started process runs. A failure is reported in a file: the parent prints one of them."""
     _die_with_parent(parent)
     try:
@@ -203,7 +204,7 @@ def _rank_main(config: TrainConfig, rank: int, world_size: int, directory: str, 
                 torch.set_num_threads(threads)
             store = dist.FileStore(os.path.join(directory, "store"), world_size)
             bootstrap.initialize(rank=rank, world_size=world_size, store=store, timeout_s=TIMEOUT_SECONDS)
-            code = _train(config, rank, world_size, stop)
+            code = _train(config, command, rank, world_size, stop)
             bootstrap.shutdown()
             return code
     except Exception as error:
@@ -214,14 +215,29 @@ def _rank_main(config: TrainConfig, rank: int, world_size: int, directory: str, 
         os._exit(1)
 
 
-def _train(config: TrainConfig, rank: int, world_size: int, stop: stopping.Stop) -> int:
-    from pyfast.train.display import Display
-    from pyfast.train.trainer import Trainer
+def _train(config: TrainConfig, command: str, rank: int, world_size: int, stop: stopping.Stop) -> int:
+    """What every rank does once it has joined."""
+    from pyfast.train.trainer import FINISHED, STOPPED, Trainer  # a rank's imports: the parent needs no model
 
     reuse_large_blocks()
-    display = Display() if rank == 0 else None
-    outcome = Trainer(config, rank=rank, world_size=world_size, stop=stop, display=display).fit()
-    return STOPPED if outcome.stopped else 0
+    reporter = _reporter(command) if rank == 0 else None
+    trainer = Trainer(config, rank=rank, world_size=world_size, stop=stop, display=reporter)
+    result = trainer.fit()
+    sample = None
+    if result.status == FINISHED:
+        from pyfast.train.report import sample_text
+
+        sample = sample_text(trainer)
+    if reporter is not None:
+        reporter.end(trainer, result, sample)
+    return stopping.EXIT_CODE if result.status == STOPPED else 0
+
+
+def _reporter(command: str) -> Any:
+    from pyfast.train.display import Display
+    from pyfast.train.report import Reporter
+
+    return Reporter(Display(), command)
 
 
 def _report(directory: str, rank: int, error: Exception) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +98,3 @@ def _changes(config: TrainConfig, theirs: dict[str, Any]) -> list[str]:
 def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer, scalars: dict[str, Any]) -> CheckpointState:
     """What is saved: parameters and optimizer state by name, and the plain values."""
     return CheckpointState(dict(model.named_parameters()), optimizer.state_by_name(), scalars)
-
-
-def relative(path: str | Path) -> str:
-    """A path as it is shorter to read."""
-    shown = os.path.relpath(path)
-    return str(path) if shown.startswith("..") else shown

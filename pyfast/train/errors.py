@@ -43,6 +43,13 @@ class RankFailed(TrainingError):
     """One rank of the run died or raised; the others were ended."""
 
 
+def as_training_error(error: Exception) -> TrainingError:
+    """An error about the user's input (a file, a value) as one paragraph that needs no traceback."""
+    if isinstance(error, TrainingError):
+        return error
+    return TrainingError(f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error))
+
+
 def yaml_word(value: object) -> str:
     """The value as it is written in YAML and on the command line."""
     if value is None:

@@ -35,7 +35,7 @@ from pyfast.comm import bootstrap
 from pyfast.train import stop as stopping
 from pyfast.train.allocator import reuse_large_blocks
 from pyfast.train.config import TrainConfig, resolve
-from pyfast.train.errors import RankFailed, TrainingError
+from pyfast.train.errors import RankFailed, TrainingError, as_training_error
 
 POLL_SECONDS = 0.1
 TIMEOUT_SECONDS = 600.0
@@ -50,9 +50,27 @@ def launch(config: TrainConfig, command: str = "pyfast train") -> int:
     joined = joined_world()
     world_size = joined[1] if joined else config.processes
     resolve(config, world_size)  # an impossible layout is found before anything starts
+    if not joined:
+        preflight(config)
     if joined or world_size == 1:
         return _run_here(config, command, *(joined or (0, 1)))
     return _start_ranks(config, command, world_size)
+
+
+def preflight(config: TrainConfig) -> None:
+    """Find what is missing or contradictory while it is still cheap: before processes start. Reads, writes nothing."""
+    from pyfast.parallel.checkpoint import CheckpointError
+    from pyfast.train.documents import find_sources, standard_library_files
+    from pyfast.train.model import transformer_config
+    from pyfast.train.resume import find_start
+    from pyfast.train.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        find_sources(config.data.path_list() or standard_library_files())
+        find_start(config, transformer_config(config, tokenizer), tokenizer)
+    except (ValueError, OSError, ImportError, CheckpointError) as error:
+        raise as_training_error(error) from error
 
 
 def joined_world() -> tuple[int, int] | None:

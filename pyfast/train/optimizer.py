@@ -8,12 +8,12 @@ them. The clip coefficient is a factor of the step (`grad_scale`), so no pass ov
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyfast import ops
+from pyfast.parallel import Bucket, FlatBuckets
 from pyfast.train.config import OptimizerConfig
 
 DECAY, NO_DECAY = "decay", "no decay"
@@ -34,29 +34,30 @@ def describe_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], config
     return [f"{config.name}, weight decay {decay[key]:g}: {len(names)} {what[key]}" for key, names in groups.items()]
 
 
-def clip_coefficient(norm: float, clip_norm: float | None) -> float:
-    """The factor that brings a gradient of norm `norm` to at most `clip_norm`; 1 without clipping."""
-    return 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / norm
+def views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+    """`flat`, laid out like the bucket's parameters, as one view per parameter name, shaped like the parameter."""
+    return {name: flat[start : start + parameter.numel()].view(parameter.shape)
+            for name, parameter, start in zip(bucket.names, bucket.parameters, bucket.offsets, strict=True)}
 
 
 class FlatOptimizer:
     """What AdamW and SGD share: state in flat tensors beside each bucket, visible by parameter name.
 
-    buckets: a FlatBuckets whose group keys are those of `parameter_group`.
+    buckets: a FlatBuckets grouped by `parameter_group`.
     """
 
     kinds: tuple[str, ...] = ()  # state tensors of the rule
 
-    def __init__(self, buckets: Any, config: OptimizerConfig):
-        self.buckets = buckets
+    def __init__(self, buckets: FlatBuckets, config: OptimizerConfig):
+        self.buckets = buckets.buckets
         self.config = config
         self.steps = 0
-        self._state: list[dict[str, Tensor]] = [self._new_state(bucket) for bucket in buckets]
+        self._state: list[dict[str, Tensor]] = [self._new_state(bucket) for bucket in self.buckets]
 
-    def _new_state(self, bucket: Any) -> dict[str, Tensor]:
+    def _new_state(self, bucket: Bucket) -> dict[str, Tensor]:
         state = {kind: torch.zeros_like(bucket.main_grad) for kind in self.kinds}
-        if bucket.flat.dtype != bucket.main_grad.dtype:
-            state["master"] = bucket.flat.to(bucket.main_grad.dtype)
+        if bucket.data.dtype != bucket.main_grad.dtype:
+            state["master"] = bucket.data.to(bucket.main_grad.dtype)
         return state
 
     @torch.no_grad()
@@ -67,7 +68,7 @@ class FlatOptimizer:
             decay = self.config.weight_decay if bucket.key == DECAY else 0.0
             self._update(bucket, state, learning_rate, grad_scale, decay)
 
-    def _update(self, bucket: Any, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
+    def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
         raise NotImplementedError
 
     def state_by_name(self) -> dict[str, dict[str, Tensor]]:
@@ -75,14 +76,14 @@ class FlatOptimizer:
         result: dict[str, dict[str, Tensor]] = {}
         for bucket, state in zip(self.buckets, self._state, strict=True):
             for kind, flat in state.items():
-                result.setdefault(kind, {}).update(bucket.views(flat))
+                result.setdefault(kind, {}).update(views(bucket, flat))
         return result
 
     def reset_masters(self) -> None:
         """Take the parameters as they are into the master copies, after they were set from outside."""
         for bucket, state in zip(self.buckets, self._state, strict=True):
             if "master" in state:
-                state["master"].copy_(bucket.flat)
+                state["master"].copy_(bucket.data)
 
 
 class AdamW(FlatOptimizer):
@@ -90,10 +91,10 @@ class AdamW(FlatOptimizer):
 
     kinds = ("exp_avg", "exp_avg_sq")
 
-    def _update(self, bucket: Any, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
+    def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
         config = self.config
         ops.adamw_(
-            bucket.flat, bucket.main_grad, state["exp_avg"], state["exp_avg_sq"], step=self.steps, learning_rate=rate,
+            bucket.data, bucket.main_grad, state["exp_avg"], state["exp_avg_sq"], step=self.steps, learning_rate=rate,
             betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=decay, master=state.get("master"),
             grad_scale=grad_scale,
         )
@@ -102,22 +103,22 @@ class AdamW(FlatOptimizer):
 class SGD(FlatOptimizer):
     """Stochastic gradient descent with momentum and an L2 term, as torch.optim.SGD computes it."""
 
-    def __init__(self, buckets: Any, config: OptimizerConfig):
+    def __init__(self, buckets: FlatBuckets, config: OptimizerConfig):
         self.kinds = ("momentum",) if config.momentum else ()
         super().__init__(buckets, config)
 
-    def _update(self, bucket: Any, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
-        weights = state.get("master", bucket.flat)
+    def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
+        weights = state.get("master", bucket.data)
         step = bucket.main_grad.mul_(grad_scale) if grad_scale != 1.0 else bucket.main_grad
         if decay:
             step.add_(weights, alpha=decay)
         if self.config.momentum:
             step = state["momentum"].mul_(self.config.momentum).add_(step)
         weights.add_(step, alpha=-rate)
-        if weights is not bucket.flat:
-            bucket.flat.copy_(weights)
+        if weights is not bucket.data:
+            bucket.data.copy_(weights)
 
 
-def make_optimizer(buckets: Any, config: OptimizerConfig) -> FlatOptimizer:
+def make_optimizer(buckets: FlatBuckets, config: OptimizerConfig) -> FlatOptimizer:
     """The optimizer that `config.name` names."""
     return {"adamw": AdamW, "sgd": SGD}[config.name](buckets, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,27 @@ def _next_commands(config: TrainConfig, result: Any, command: str) -> list[str]:
         if result.checkpoint is None:
             return [f"{command}    # starts anew: no checkpoint was kept"]
         return [f"{command}    # goes on from step {result.step}"]
-    other = f"{command} --log.directory {config.log.directory}-2    # start anew beside it"
-    commands = [f"{command} --train.steps {2 * config.train.steps}    # train on", other]
+    directory = config.log.directory.rstrip("/")
+    commands = [f"{with_option(command, '--train.steps', str(2 * config.train.steps))}    # train on",
+                f"{with_option(command, '--log.directory', directory + '-2')}    # start anew beside it"]
     if result.status == "finished" and result.checkpoint is not None:
         commands.insert(0, f"pyfast convert {shown(result.checkpoint)} {shown(Path(config.log.directory) / 'hugging-face')}"
                            "    # for transformers")
     if config.data.paths is None:
         commands.append("pyfast train --data.paths my-text.txt --log.directory my-run    # on your own text")
     return commands
+
+
+def with_option(command: str, option: str, value: str) -> str:
+    """The command with `option value`, in place of what it said about that option."""
+    words, kept = shlex.split(command), []
+    while words:
+        word = words.pop(0)
+        if word == option:
+            del words[:1]
+        elif not word.startswith(option + "="):
+            kept.append(word)
+    return shlex.join([*kept, option, value])
 
 
 def sample_text(trainer: Any, tokens: int = SAMPLE_TOKENS) -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from pyfast.parallel.checkpoint import CheckpointState, latest, read_metadata
+from pyfast.models import TransformerConfig
+from pyfast.parallel import ParallelMesh
+from pyfast.parallel.checkpoint import CheckpointState, latest, load, read_metadata
 from pyfast.train.config import TrainConfig, to_dict
 from pyfast.train.errors import ConfigError, TrainingError, yaml_word
 from pyfast.train.metrics import FILE_NAME
 from pyfast.train.optimizer import FlatOptimizer
+from pyfast.train.tokenizer import Tokenizer
 
 # Keys that may differ between a checkpoint and the run that goes on from it without changing what is computed.
 _FREE = {"checkpoint", "log"}
-# Keys that say which tensors there are, or what they mean: another value is another model.
-_NOT_THE_MODEL = {"vocab", "max_positions", "residual_dtype"}
+# Keys of the model that may differ: they change neither the tensors nor what they mean.
+_NOT_THE_MODEL = {"max_positions", "residual_dtype", "initial_std"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Start:
     notices: tuple[str, ...] = ()
 
 
-def find_start(config: TrainConfig, tokenizer_fingerprint: str) -> Start:
+def find_start(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer) -> Start:
     """Decide from the files that are there; reads only. Raises `TrainingError` rather than let a run be written over."""
     directory, resume = config.checkpoint_directory, config.checkpoint.resume
     if resume == "never":
@@ -40,7 +44,7 @@ def find_start(config: TrainConfig, tokenizer_fingerprint: str) -> Start:
     if path is None:
         return Start()
     metadata = read_metadata(path)
-    _check_same_run(config, metadata, tokenizer_fingerprint)
+    _check_same_run(config, model, tokenizer, metadata)
     if own is not None and read_metadata(own).step > metadata.step:
         raise ConfigError("checkpoint.resume", resume, f"{directory} holds later checkpoints (up to {own.name})",
                           hint="Give another --log.directory to branch off, or resume from the last one.")
@@ -69,19 +73,19 @@ def _refuse_to_write_over(config: TrainConfig) -> None:
                           hint="Nothing is written over: give another --log.directory, or --checkpoint.resume auto.")
 
 
-def _check_same_run(config: TrainConfig, metadata: Any, tokenizer_fingerprint: str) -> None:
+def _check_same_run(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer, metadata: Any) -> None:
     """Raise `TrainingError` when the checkpoint is of another model or another tokenizer."""
-    theirs, ours = (metadata.config or {}).get("model", {}), to_dict(config)["model"]
+    theirs, ours = (metadata.config or {}).get("transformer", {}), dataclasses.asdict(model)
     other = [f"model.{name} is {yaml_word(ours[name])}, in the checkpoint {yaml_word(theirs[name])}"
              for name in ours if name in theirs and ours[name] != theirs[name] and name not in _NOT_THE_MODEL]
     what_to_do = "Use the checkpoint's values, or start anew with another --log.directory."
-    if other:
-        raise TrainingError(f"{metadata.path} is a checkpoint of another model: {'; '.join(other)}. {what_to_do}")
     fingerprint = metadata.scalars.get("tokenizer")
-    if fingerprint is not None and fingerprint != tokenizer_fingerprint:
+    if fingerprint is not None and fingerprint != tokenizer.fingerprint:
         name = (metadata.config or {}).get("data", {}).get("tokenizer")
         raise TrainingError(f"{metadata.path} was trained with another tokenizer (data.tokenizer {name}); this run has "
                             f"data.tokenizer {config.data.tokenizer}. {what_to_do}")
+    if other:
+        raise TrainingError(f"{metadata.path} is a checkpoint of another model: {'; '.join(other)}. {what_to_do}")
 
 
 def _changes(config: TrainConfig, theirs: dict[str, Any]) -> list[str]:
@@ -95,6 +99,23 @@ def _changes(config: TrainConfig, theirs: dict[str, Any]) -> list[str]:
     return [f"Changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
-def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer, scalars: dict[str, Any]) -> CheckpointState:
-    """What is saved: parameters and optimizer state by name, and the plain values."""
-    return CheckpointState(dict(model.named_parameters()), optimizer.state_by_name(), scalars)
+def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer | None, scalars: dict[str, Any]) -> CheckpointState:
+    """What is saved: parameters and optimizer state by name, and the plain values. No optimizer: the model alone."""
+    state = None if optimizer is None else optimizer.state_by_name()
+    return CheckpointState(dict(model.named_parameters()), state, scalars)
+
+
+def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: ParallelMesh) -> None:
+    """Fill model and optimizer from a checkpoint; one without optimizer state (a converted model) starts it anew."""
+    complete = any(name.startswith("optimizer.") for name in read_metadata(path).tensors)
+    stateless = not [kind for kind in optimizer.state_by_name() if kind != "master"]
+    state = checkpoint_state(model, optimizer if complete or stateless else None, {})
+    load(path, state, mesh)
+    if state.optimizer_state is None:
+        optimizer.reset_masters()
+    optimizer.steps = state.scalars.get("optimizer_steps", 0)
+
+
+def recorded_config(config: TrainConfig, model: TransformerConfig) -> dict[str, Any]:
+    """What a checkpoint says about its run: every key, and the model with all that follows from them."""
+    return {**to_dict(config), "transformer": dataclasses.asdict(model)}

@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pyfast.models import Transformer
-from pyfast.parallel import FlatBuckets, ParallelMesh
-from pyfast.parallel import checkpoint as checkpoints
-from pyfast.train.config import TrainConfig, resolve, to_dict
+from pyfast.parallel import FlatBuckets, ParallelMesh, clip_coefficient
+from pyfast.parallel.checkpoint import CheckpointError, save
+from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.data import load_dataset
-from pyfast.train.errors import NonFiniteLoss, TrainingError
+from pyfast.train.errors import NonFiniteLoss, as_training_error
 from pyfast.train.metrics import MetricsWriter, StepMetrics, memory_bytes
 from pyfast.train.model import transformer_config
-from pyfast.train.optimizer import clip_coefficient, make_optimizer, parameter_group
-from pyfast.train.resume import Start, checkpoint_state, find_start
+from pyfast.train.optimizer import make_optimizer, parameter_group
+from pyfast.train.resume import Start, checkpoint_state, find_start, load_state, recorded_config
 from pyfast.train.schedule import learning_rate
 from pyfast.train.stop import Stop
 from pyfast.train.tokenizer import load_tokenizer
@@ -74,8 +73,8 @@ class Trainer:
         """Train from where the run stands to `train.steps`, or until a stop is requested."""
         try:
             start = self._set_up()
-        except (ValueError, TypeError, OSError, ImportError) as error:
-            raise _as_training_error(error) from error
+        except (ValueError, OSError, ImportError, CheckpointError) as error:
+            raise as_training_error(error) from error
         if self.step >= self.config.train.steps:
             return FitResult(NOTHING_TO_DO, self.step, self.saved)
         writer = MetricsWriter(self.config.log.directory, last_step=self.step) if self.rank == 0 else None
@@ -106,7 +105,7 @@ class Trainer:
         self.model = Transformer(self.model_config, mesh=self.mesh, dtype=self.dtype, seed=config.train.seed)
         self.buckets = FlatBuckets(
             self.model.named_parameters(), self.mesh,
-            group_key=lambda name, p: parameter_group(name, p, decay_all=config.optimizer.decay_all),
+            group_of=lambda name, p: parameter_group(name, p, decay_all=config.optimizer.decay_all),
         )
         self.optimizer = make_optimizer(self.buckets, config.optimizer)
         self._load(start)
@@ -117,7 +116,7 @@ class Trainer:
         answer: Start | Exception | None = None
         if self.rank == 0:
             try:
-                answer = find_start(self.config, self.tokenizer.fingerprint)
+                answer = find_start(self.config, self.model_config, self.tokenizer)
             except Exception as error:
                 answer = error
         answer = self.mesh.group("world").all_gather_object(answer, name="find checkpoint")[0]
@@ -128,9 +127,7 @@ class Trainer:
     def _load(self, start: Start) -> None:
         if start.path is None:
             return
-        state = checkpoint_state(self.model, self.optimizer, {})
-        checkpoints.load(start.path, state, self.mesh)
-        self.optimizer.steps = state.scalars["optimizer_steps"]
+        load_state(start.path, self.model, self.optimizer, self.mesh)
         self.step, self.saved = start.step, start.path
 
     # The loop.
@@ -162,12 +159,13 @@ class Trainer:
         if valid is None:
             return None
         loss = self._forward_backward(batches, valid)
-        norm = self.buckets.grad_norm(self.mesh)
+        norm = self.buckets.grad_norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._fail(step, loss, norm)
         config = self.config
         rate = learning_rate(step, config.train.steps, config.optimizer, global_batch=config.train.global_batch)
-        self.optimizer.step(rate, clip_coefficient(norm, config.optimizer.clip_norm))
+        limit = config.optimizer.clip_norm
+        self.optimizer.step(rate, 1.0 if limit is None else clip_coefficient(norm, limit))
         seconds = time.perf_counter() - began
         tokens = config.train.global_batch * config.train.sequence_length
         return StepMetrics(step, loss, norm, rate, tokens, tokens / seconds, seconds, memory_bytes())
@@ -196,13 +194,13 @@ class Trainer:
         scale = torch.tensor(1.0 / max(valid, 1), dtype=torch.float64)
         total = torch.zeros((), dtype=torch.float64)
         group, pending = self.mesh.group("dp-cp"), None
-        self.buckets.zero()
         for index, batch in enumerate(batches):
             loss = self.model.loss(batch.ids, batch.labels, cu_seqlens=batch.cu_seqlens, positions=batch.positions)
             total += loss.detach()
-            if index == len(batches) - 1:
+            last = index == len(batches) - 1
+            if last:  # under way during the backward, like the gradients
                 pending = group.all_reduce(total, name="loss", async_op=True)
-                self.buckets.reduce_in_next_backward()
+            self.buckets.start_micro_batch(last=last)
             loss.backward(scale.to(loss.dtype))
         pending.wait()
         self.buckets.finish()
@@ -210,8 +208,8 @@ class Trainer:
 
     def _fail(self, step: int, loss: float, norm: float) -> None:
         """Raise `NonFiniteLoss`, the same on every rank, naming the first parameter whose gradient is not finite."""
-        names = [name for bucket in self.buckets for name, grad in bucket.views(bucket.main_grad).items()
-                 if not bool(torch.isfinite(grad).all())]
+        names = [name for name, parameter in self.model.named_parameters()
+                 if not bool(torch.isfinite(self.buckets.main_grad(parameter)).all())]
         order = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
         found = [name for part in self.mesh.group("world").all_gather_object(names, name="non-finite") for name in part]
         where = f"the first parameter with a non-finite gradient is {min(found, key=order.get)}" if found else \
@@ -232,18 +230,13 @@ class Trainer:
             return
         scalars = {"optimizer_steps": self.optimizer.steps, "tokenizer": self.tokenizer.fingerprint,
                    "data": self.dataset.fingerprint}
-        self.saved = checkpoints.save(
-            directory, self.step, checkpoint_state(self.model, self.optimizer, scalars), self.mesh,
-            keep_last=self.config.checkpoint.keep_last, config=to_dict(self.config),
-        )
+        try:
+            self.saved = save(
+                directory, self.step, checkpoint_state(self.model, self.optimizer, scalars), self.mesh,
+                keep_last=self.config.checkpoint.keep_last, config=recorded_config(self.config, self.model_config),
+            )
+        except (CheckpointError, FileExistsError) as error:  # such as a full disk; the checkpoints before are intact
+            raise as_training_error(error) from error
 
     def _saved_step(self) -> int:
         return int(self.saved.name.removeprefix("step-")) if self.saved else -1
-
-
-def _as_training_error(error: Exception) -> TrainingError:
-    """A setup error as one paragraph: it is about the user's input, so no traceback is needed."""
-    if isinstance(error, TrainingError):
-        return error
-    text = str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
-    return TrainingError(text)

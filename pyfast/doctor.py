@@ -98,7 +98,7 @@ def _kernels() -> Finding:
         from pyfast import _C
 
         importlib.import_module("pyfast.kernels.cpu")
-        return Finding("CPU kernels", GOOD, f"{_C.supported_isas()[0]} (this processor has {', '.join(_C.supported_isas())})")
+        return Finding("CPU kernels", GOOD, f"{_C.isa()} (this processor has {', '.join(_C.supported_isas())})")
     except (ImportError, OSError) as error:
         return Finding("CPU kernels", BAD, f"{error}: build again with `pip install .` (needs a C++17 compiler)")
 

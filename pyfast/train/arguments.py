@@ -49,8 +49,11 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 def all_keys() -> dict[str, tuple[dataclasses.Field, Any]]:
     """Every key, `section.key` -> (field, type)."""
-    return {f"{name}.{item.name}": (item, field_types(section)[item.name])
-            for name, section in sections().items() for item in dataclasses.fields(section)}
+    found = {}
+    for name, section in sections().items():
+        hints = field_types(section)
+        found.update({f"{name}.{item.name}": (item, hints[item.name]) for item in dataclasses.fields(section)})
+    return found
 
 
 class _Parser(ArgumentParser):

@@ -14,7 +14,7 @@ class ConfigError(TrainingError, ValueError):
 
     exit_code = 2
 
-    def __init__(self, key: str, value: object, allowed: str, *, hint: str = ""):
+    def __init__(self, key: str, value: object, allowed: str, hint: str = ""):
         """State that `key` was `value` where `allowed` is allowed; `hint` says what to do.
 
         The arguments go to `Exception` as they are, so that the error survives being sent between processes.

@@ -30,7 +30,7 @@ def describe_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], config
     for name, parameter in named_parameters:
         groups.setdefault(parameter_group(name, parameter, decay_all=config.decay_all), []).append(name)
     decay = {DECAY: config.weight_decay, NO_DECAY: 0.0}
-    what = {DECAY: "all parameters" if config.decay_all else "matrices", NO_DECAY: "norms and biases"}
+    what = {DECAY: "parameters, all of them" if config.decay_all else "matrices", NO_DECAY: "norms and biases"}
     return [f"{config.name}, weight decay {decay[key]:g}: {len(names)} {what[key]}" for key, names in groups.items()]
 
 

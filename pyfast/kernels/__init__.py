@@ -1,0 +1,18 @@
+"""What `pyfast.ops` call: C++ on CPU (cpu.py), plain torch elsewhere (plain.py), and the oracle (reference.py)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+
+def for_device(device: torch.device) -> ModuleType:
+    """The module whose functions compute on `device`."""
+    if device.type == "cpu":
+        from pyfast.kernels import cpu
+
+        return cpu
+    from pyfast.kernels import plain
+
+    return plain

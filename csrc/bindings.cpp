@@ -1,0 +1,149 @@
+// pyfast._C: chooses the instruction set, finds torch's OpenMP runtime, and passes calls on to the kernel table.
+//
+// Tensors arrive as addresses (tensor.data_ptr()), sizes and strides: no torch header, so one build serves every torch.
+// All checks are made in Python (pyfast/kernels/cpu.py); the GIL is released around each kernel.
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace py = pybind11;
+using pyfast::DType;
+using Address = uintptr_t;
+
+namespace {
+
+pyfast::Runtime g_runtime{};
+const pyfast::Kernels* g_kernels = nullptr;
+
+// Best first.
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    names.push_back("avx512");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    names.push_back("avx2");
+#endif
+  names.push_back("baseline");
+  return names;
+}
+
+// The OpenMP entry points that `torch_library` itself is linked to, so that torch and pyfast share one thread pool.
+bool find_openmp(const std::string& torch_library) {
+  void* handle = dlopen(torch_library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (!handle) return false;
+  auto parallel = dlsym(handle, "GOMP_parallel");
+  auto thread_num = dlsym(handle, "omp_get_thread_num");
+  auto num_threads = dlsym(handle, "omp_get_num_threads");
+  if (!parallel || !thread_num || !num_threads) return false;
+  g_runtime.parallel = reinterpret_cast<decltype(g_runtime.parallel)>(parallel);
+  g_runtime.thread_num = reinterpret_cast<decltype(g_runtime.thread_num)>(thread_num);
+  g_runtime.num_threads = reinterpret_cast<decltype(g_runtime.num_threads)>(num_threads);
+  return true;
+}
+
+// Loads the kernel library of one instruction set and makes it the current one.
+void load(const std::string& path, const std::string& torch_library) {
+  find_openmp(torch_library);
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) throw std::runtime_error("cannot load the CPU kernels: " + std::string(dlerror()));
+  auto entry = reinterpret_cast<decltype(&pyfast_kernels)>(dlsym(handle, "pyfast_kernels"));
+  if (!entry) throw std::runtime_error(path + " is not a kernel library: it has no pyfast_kernels");
+  g_kernels = entry(&g_runtime);
+}
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void rms_norm_forward(int dtype, Address x, Address weight, Address y, Address rstd, int64_t rows, int64_t width,
+                      int64_t x_stride, double eps, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->rms_norm_forward({DType(dtype), at<void>(x), at<void>(weight), at<void>(y), at<void>(rstd), rows, width,
+                               x_stride, eps, threads});
+}
+
+void rms_norm_backward(int dtype, Address dy, Address x, Address weight, Address rstd, Address dx, Address dweight,
+                       int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->rms_norm_backward({DType(dtype), at<void>(dy), at<void>(x), at<void>(weight), at<void>(rstd),
+                                at<void>(dx), at<void>(dweight), rows, width, dy_stride, x_stride, threads});
+}
+
+void gemm(int a_dtype, Address a, int64_t a_row_stride, int64_t a_col_stride, int b_dtype, Address b,
+          int64_t b_row_stride, int64_t b_col_stride, int out_dtype, Address out, int64_t out_row_stride, int64_t m,
+          int64_t n, int64_t k, double scale, bool accumulate, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->gemm({DType(a_dtype), DType(b_dtype), DType(out_dtype), at<void>(a), a_row_stride, a_col_stride,
+                   at<void>(b), b_row_stride, b_col_stride, at<void>(out), out_row_stride, m, n, k, scale, accumulate,
+                   threads});
+}
+
+double fma_peak(double seconds) {
+  py::gil_scoped_release release;
+  return g_kernels->fma_peak(seconds);
+}
+
+int64_t rotary(int dtype, Address x, Address cos, Address sin, Address positions, Address y, int64_t batch,
+               int64_t length, int64_t heads, int64_t width, int64_t half, int64_t table_rows, int64_t x_batch_stride,
+               int64_t x_token_stride, int64_t x_head_stride, int64_t positions_batch_stride, bool inverse,
+               int threads) {
+  py::gil_scoped_release release;
+  return g_kernels->rotary({DType(dtype), at<void>(x), at<void>(cos), at<void>(sin), at<int64_t>(positions),
+                            at<void>(y), batch, length, heads, width, half, table_rows, x_batch_stride,
+                            x_token_stride, x_head_stride, positions_batch_stride, inverse, threads});
+}
+
+void swiglu_forward(int dtype, Address gate, Address up, Address y, int64_t rows, int64_t width, int64_t gate_stride,
+                    int64_t up_stride, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->swiglu_forward(
+      {DType(dtype), at<void>(gate), at<void>(up), at<void>(y), rows, width, gate_stride, up_stride, threads});
+}
+
+void swiglu_backward(int dtype, Address dy, Address gate, Address up, Address dgate, Address dup, int64_t rows,
+                     int64_t width, int64_t dy_stride, int64_t gate_stride, int64_t up_stride, int64_t d_stride,
+                     int threads) {
+  py::gil_scoped_release release;
+  g_kernels->swiglu_backward({DType(dtype), at<void>(dy), at<void>(gate), at<void>(up), at<void>(dgate), at<void>(dup),
+                              rows, width, dy_stride, gate_stride, up_stride, d_stride, threads});
+}
+
+void adamw(int dtype, bool grad_is_wide, Address param, Address grad, Address exp_avg, Address exp_avg_sq,
+           Address master, int64_t size, double beta1, double beta2, double decay, double step_size,
+           double inverse_root_bias, double eps, double grad_scale, int threads) {
+  py::gil_scoped_release release;
+  g_kernels->adamw({DType(dtype), grad_is_wide, at<void>(param), at<void>(grad), at<void>(exp_avg),
+                    at<void>(exp_avg_sq), at<void>(master), size, beta1, beta2, decay, step_size, inverse_root_bias,
+                    eps, grad_scale, threads});
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "pyfast's C++ CPU kernels over raw addresses; use pyfast.ops instead";
+  m.def("supported_isas", [] {
+    py::list names;
+    for (const auto& name : supported_isas()) names.append(name);
+    return names;
+  });
+  m.def("load", &load, py::arg("path"), py::arg("torch_library"));
+  m.def("isa", [] { return g_kernels ? std::string(g_kernels->isa) : std::string(); });
+  m.def("has_openmp", [] { return g_runtime.parallel != nullptr; });
+  m.def("rms_norm_forward", &rms_norm_forward);
+  m.def("rms_norm_backward", &rms_norm_backward);
+  m.def("gemm", &gemm);
+  m.def("fma_peak", &fma_peak, py::arg("seconds"));
+  m.def("rotary", &rotary);
+  m.def("swiglu_forward", &swiglu_forward);
+  m.def("swiglu_backward", &swiglu_backward);
+  m.def("adamw", &adamw);
+}

@@ -1,0 +1,127 @@
+// The whole product on top of gemm_kernel.h: blocks for the caches, tasks for the threads, any dtype in and out.
+#pragma once
+#include "gemm_kernel.h"
+#include "parallel.h"
+#include "scratch.h"
+
+namespace pyfast {
+
+// A matrix in memory: element (i, j) at data[i * row_stride + j * col_stride].
+struct Matrix {
+  DType dtype;
+  const void* data;
+  int64_t row_stride, col_stride;
+};
+
+// body(const T*) at element (i, j) of `matrix`. C double takes f64 only, C float the others.
+template <class C, class Body>
+PF_INLINE void with_matrix(const Matrix& matrix, int64_t i, int64_t j, Body&& body) {
+  const int64_t offset = i * matrix.row_stride + j * matrix.col_stride;
+  if constexpr (std::is_same_v<C, double>) {
+    body(static_cast<const double*>(matrix.data) + offset);
+  } else {
+    switch (matrix.dtype) {
+      case DType::bf16: return body(static_cast<const bf16*>(matrix.data) + offset);
+      case DType::f16: return body(static_cast<const f16*>(matrix.data) + offset);
+      default: return body(static_cast<const float*>(matrix.data) + offset);
+    }
+  }
+}
+
+// B [depth, cols], packed once for any number of products: blocks of kDepthBlock, in each the panels.
+// The block that starts at depth p begins at packed + p * round_up(cols, NR).
+template <class C>
+void pack_b_blocks(const Matrix& b, int64_t first_col, int64_t depth, int64_t cols, C* packed, int threads) {
+  constexpr int NR = Tile<C>::cols;
+  constexpr int64_t kPanels = 4;  // a task packs that many panels of one block
+  const int64_t groups = (cols + NR * kPanels - 1) / (NR * kPanels), blocks = (depth + kDepthBlock - 1) / kDepthBlock;
+  parallel_tasks(groups * blocks, cols * depth < 16384 ? 1 : threads, [&](int64_t task, int) {
+    const int64_t p = task / groups * kDepthBlock, j = task % groups * NR * kPanels;
+    const int64_t kc = std::min(kDepthBlock, depth - p);
+    with_matrix<C>(b, p, first_col + j, [&](auto* source) {
+      pack_b<C>(source, b.row_stride, b.col_stride, kc, std::min(NR * kPanels, cols - j),
+                packed + p * round_up(cols, NR) + j * kc);
+    });
+  });
+}
+
+// out (+)= scale * A B; out [m, n] in float (double), f32/bf16/f16 storage (f64), columns contiguous.
+struct Product {
+  Matrix a, b;
+  DType out_dtype;
+  void* out;
+  int64_t out_stride;
+  int64_t m, n, k;
+  double scale;
+  bool accumulate;
+};
+
+constexpr int64_t kRowBlock = 192;              // rows of A a task packs: kRowBlock x kDepthBlock floats, a part of L2
+constexpr int64_t kPackedBytes = 6 << 20;  // packed B at a time, shared by the threads: a part of L3
+constexpr int64_t kMaxColumnBlock = 4096;
+
+namespace detail {
+
+// Rows [i, i + rows) and columns [j, j + cols) of the product, from B packed by pack_b_blocks.
+template <class C, class Out>
+void product_rows(const Product& g, int64_t i, int64_t rows, int64_t j, int64_t cols, const C* packed_b) {
+  static thread_local Scratch a_memory, sum_memory;
+  C* packed_a = a_memory.get<C>(packed_a_size<C>(rows, kDepthBlock));
+  Out* out = static_cast<Out*>(g.out) + i * g.out_stride + j;
+  constexpr bool direct = std::is_same_v<Out, C>;  // else sums are kept in C until all of k is in, and rounded once
+  C* sum = direct ? reinterpret_cast<C*>(out) : sum_memory.get<C>(rows * cols);
+  const int64_t sum_stride = direct ? g.out_stride : cols;
+  for (int64_t p = 0; p < g.k; p += kDepthBlock) {
+    const int64_t kc = std::min(kDepthBlock, g.k - p);
+    with_matrix<C>(g.a, i, p, [&](auto* source) {
+      pack_a<C>(source, g.a.row_stride, g.a.col_stride, rows, kc, packed_a);
+    });
+    multiply_panels<C>(rows, cols, kc, packed_a, packed_b + p * round_up(cols, Tile<C>::cols), sum, sum_stride,
+                       C(g.scale), p > 0 || (direct && g.accumulate));
+  }
+  if constexpr (!direct)
+    for (int64_t r = 0; r < rows; ++r, out += g.out_stride, sum += cols) {
+      int64_t q = 0;
+      for (; q + Vec<C>::size <= cols; q += Vec<C>::size)
+        store(out + q, g.accumulate ? load(sum + q) + load(out + q) : load(sum + q));
+      for (; q < cols; ++q) narrow(g.accumulate ? sum[q] + widen(out[q]) : sum[q], out + q);
+    }
+}
+
+template <class C, class Out>
+void gemm_blocked(const Product& g, int threads) {
+  constexpr int MR = Tile<C>::rows, NR = Tile<C>::cols;
+  if (g.m == 0 || g.n == 0) return;
+  if (g.k == 0) {
+    for (int64_t i = 0; i < g.m && !g.accumulate; ++i)
+      std::fill_n(static_cast<Out*>(g.out) + i * g.out_stride, g.n, Out{});
+    return;
+  }
+  static thread_local Scratch b_memory;
+  const int64_t fitting = kPackedBytes / int64_t(sizeof(C)) / g.k / NR * NR;
+  const int64_t column_block = std::max<int64_t>(8 * NR, std::min(fitting, kMaxColumnBlock));
+  const int64_t row_block = std::min(kRowBlock, round_up((g.m + threads - 1) / threads, MR));
+  for (int64_t j = 0; j < g.n; j += column_block) {
+    const int64_t cols = std::min(column_block, g.n - j);
+    C* packed_b = b_memory.get<C>(packed_b_size<C>(cols, g.k));
+    pack_b_blocks<C>(g.b, j, g.k, cols, packed_b, threads);
+    parallel_tasks((g.m + row_block - 1) / row_block, threads, [&](int64_t task, int) {
+      const int64_t i = task * row_block;
+      product_rows<C, Out>(g, i, std::min(row_block, g.m - i), j, cols, packed_b);
+    });
+  }
+}
+
+}  // namespace detail
+
+// The product for any dtypes: f64 throughout, or any mix of f32, bf16, f16 with float sums.
+inline void gemm_blocked(const Product& g, int threads) {
+  switch (g.out_dtype) {
+    case DType::f64: return detail::gemm_blocked<double, double>(g, threads);
+    case DType::f32: return detail::gemm_blocked<float, float>(g, threads);
+    case DType::bf16: return detail::gemm_blocked<float, bf16>(g, threads);
+    case DType::f16: return detail::gemm_blocked<float, f16>(g, threads);
+  }
+}
+
+}  // namespace pyfast

@@ -1,0 +1,34 @@
+// The kernels of one instruction set, as a table; the only symbol this library exports.
+#include "../kernels.h"
+
+namespace pyfast {
+
+const Runtime* g_runtime = nullptr;
+
+void rms_norm_forward(const RmsNormForward&);
+void rms_norm_backward(const RmsNormBackward&);
+void gemm(const Gemm&);
+double fma_peak(double seconds);
+int64_t rotary(const Rotary&);
+void swiglu_forward(const SwigluForward&);
+void swiglu_backward(const SwigluBackward&);
+void adamw(const AdamW&);
+
+}  // namespace pyfast
+
+extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_kernels(
+    const pyfast::Runtime* runtime) {
+  static const pyfast::Kernels table = {
+      PYFAST_ISA,
+      pyfast::rms_norm_forward,
+      pyfast::rms_norm_backward,
+      pyfast::gemm,
+      pyfast::fma_peak,
+      pyfast::rotary,
+      pyfast::swiglu_forward,
+      pyfast::swiglu_backward,
+      pyfast::adamw,
+  };
+  pyfast::g_runtime = runtime;
+  return &table;
+}

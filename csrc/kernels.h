@@ -1,0 +1,130 @@
+// The table of CPU kernels: plain C structs and function pointers, no torch, no Python.
+//
+// Every file in csrc/cpu is compiled once per instruction set into its own shared library (so that no inline function
+// compiled for AVX-512 can be picked by the linker for an older machine). Each library exports pyfast_kernels();
+// bindings.cpp loads the best one the processor can run and calls through the table.
+//
+// Pointers are raw, sizes and strides are in elements, 64-bit. Kernels never throw and never allocate results.
+#pragma once
+#include <cstdint>
+
+namespace pyfast {
+
+enum class DType : int32_t { f32 = 0, f64 = 1, bf16 = 2, f16 = 3 };
+
+// What a kernel needs from the process: torch's own OpenMP runtime, found at import (bindings.cpp).
+struct Runtime {
+  void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);  // GOMP_parallel
+  int (*thread_num)();                                                                   // omp_get_thread_num
+  int (*num_threads)();                                                                  // omp_get_num_threads
+};
+
+// y = x * rstd * weight, rstd = 1/sqrt(mean(x^2) + eps); rows of `width` contiguous elements, row stride in elements.
+struct RmsNormForward {
+  DType dtype;
+  const void* x;
+  const void* weight;
+  void* y;
+  void* rstd;  // [rows] float32 (float64 for f64), saved for backward; may be null
+  int64_t rows, width, x_stride;
+  double eps;
+  int threads;
+};
+
+// dx [rows, width] contiguous in x's dtype; dweight [width] in float32 (float64 for f64), summed over rows in a fixed order.
+struct RmsNormBackward {
+  DType dtype;
+  const void* dy;
+  const void* x;
+  const void* weight;
+  const void* rstd;
+  void* dx;       // may be null
+  void* dweight;  // may be null
+  int64_t rows, width, dy_stride, x_stride;
+  int threads;
+};
+
+// out [m, n] (+)= scale * A [m, k] B [k, n]; element (i, j) of A at a[i * a_row_stride + j * a_col_stride]. All f64, or any
+// mix of f32, bf16, f16: then sums are float, rounded once. Columns of out are contiguous.
+struct Gemm {
+  DType a_dtype, b_dtype, out_dtype;
+  const void* a;
+  int64_t a_row_stride, a_col_stride;
+  const void* b;
+  int64_t b_row_stride, b_col_stride;
+  void* out;
+  int64_t out_row_stride;
+  int64_t m, n, k;
+  double scale;
+  bool accumulate;
+  int threads;
+};
+
+// Half-split rotary embedding of x [batch, length, heads, width] (last dimension contiguous) into y, contiguous: channel
+// j < half turns with j + half, the rest is copied. Tables [table_rows, half] contiguous, float32 (float64 for f64).
+struct Rotary {
+  DType dtype;
+  const void* x;
+  const void* cos;
+  const void* sin;
+  const int64_t* positions;  // row of the tables for each token, [length] or [batch, length]; null: 0, 1, ... length - 1
+  void* y;
+  int64_t batch, length, heads, width, half, table_rows;
+  int64_t x_batch_stride, x_token_stride, x_head_stride;
+  int64_t positions_batch_stride;  // 0: the same positions in every batch element
+  bool inverse;                    // turn by the negative angle
+  int threads;
+};
+
+// y = silu(gate) * up; rows of `width` contiguous elements, row strides in elements; y [rows, width] contiguous.
+struct SwigluForward {
+  DType dtype;
+  const void* gate;
+  const void* up;
+  void* y;
+  int64_t rows, width, gate_stride, up_stride;
+  int threads;
+};
+
+// dgate and dup share one row stride: 2 width in the fused layout.
+struct SwigluBackward {
+  DType dtype;
+  const void* dy;
+  const void* gate;
+  const void* up;
+  void* dgate;
+  void* dup;
+  int64_t rows, width, dy_stride, gate_stride, up_stride, d_stride;
+  int threads;
+};
+
+// One AdamW step over flat memory, in place; see adamw.cpp for the formula. Moments and master are float32 (float64 for
+// f64); master may be null (always for f32 and f64): the weights are then read from and written to param alone.
+struct AdamW {
+  DType dtype;        // of param
+  bool grad_is_wide;  // the gradient is float32 (float64 for f64); otherwise it has param's dtype
+  void* param;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* master;
+  int64_t size;
+  double beta1, beta2, decay, step_size, inverse_root_bias, eps, grad_scale;
+  int threads;
+};
+
+struct Kernels {
+  const char* isa;
+  void (*rms_norm_forward)(const RmsNormForward&);
+  void (*rms_norm_backward)(const RmsNormBackward&);
+  void (*gemm)(const Gemm&);
+  double (*fma_peak)(double seconds);  // FLOP/s
+  int64_t (*rotary)(const Rotary&);  // -1, or the index of the first position outside the tables: nothing is written then
+  void (*swiglu_forward)(const SwigluForward&);
+  void (*swiglu_backward)(const SwigluBackward&);
+  void (*adamw)(const AdamW&);
+};
+
+}  // namespace pyfast
+
+extern "C" const pyfast::Kernels* pyfast_kernels(const pyfast::Runtime* runtime);

@@ -1,0 +1,216 @@
+"""The C++ CPU kernels over torch tensors: allocate results, pass addresses and strides.
+
+Functions here trust their arguments: `pyfast.ops` has checked shapes and dtypes. Each takes and returns plain tensors
+and knows nothing of autograd. `pyfast.kernels.plain` offers the same functions in plain torch for other devices.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+
+import torch
+from torch import Tensor
+
+from pyfast import _C
+from pyfast.kernels.dtypes import sum_dtype
+from pyfast.kernels.errors import position_error
+
+DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def _library(isa: str) -> str | None:
+    """Where the kernels of one instruction set lie, or None if they were not built."""
+    here = os.path.dirname(_C.__file__)
+    paths = [os.path.join(here, f"_cpu_{isa}{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((path for path in paths if os.path.exists(path)), None)
+
+
+def available_isas() -> list[str]:
+    """The instruction sets that were built and that this processor has, best first."""
+    return [isa for isa in _C.supported_isas() if _library(isa)]
+
+
+def use_isa(isa: str) -> None:
+    """Debugging aid: compute with the kernels of another instruction set from now on, in this whole process.
+
+    Args:
+        isa: one of `available_isas()`, e.g. "baseline".
+    """
+    if isa not in available_isas():
+        raise ValueError(f"isa is {isa!r}; built and supported by this processor are {', '.join(available_isas())}")
+    _C.load(_library(isa), _torch_library())
+
+
+def _torch_library() -> str:
+    """The library of torch whose OpenMP runtime the kernels share."""
+    torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib")
+    paths = [os.path.join(torch_lib, name) for name in ("libtorch_cpu.so", "libtorch_cpu.dylib")]
+    return next((path for path in paths if os.path.exists(path)), "libtorch_cpu.so")
+
+
+def _load_best() -> None:
+    """Load the kernel library for the best instruction set this processor has."""
+    isas = available_isas()
+    if not isas:
+        here = os.path.dirname(_C.__file__)
+        raise ImportError(f"no CPU kernel library (_cpu_*) lies in {here}: build pyfast again with `pip install .`")
+    use_isa(isas[0])
+
+
+_load_best()
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """View x [..., width] as rows with one stride: (tensor, rows, row stride in elements). Copies only if it must."""
+    width = x.shape[-1]
+    if x.is_contiguous():
+        return x, x.numel() // width if width else 0, width
+    if x.stride(-1) == 1 or width == 1:
+        if x.dim() == 2:
+            return x, x.shape[0], x.stride(0)
+        try:
+            flat = x.view(-1, width)
+            return flat, flat.shape[0], flat.stride(0)
+        except RuntimeError:
+            pass
+    x = x.contiguous()
+    return x, x.numel() // width if width else 0, width
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y like x, and 1 / rms of each row [rows] (float32, float64 for float64)."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    rows_tensor, rows, stride = as_rows(x)
+    rstd = torch.empty(rows, dtype=sum_dtype(x.dtype))
+    weight = weight.contiguous()
+    _C.rms_norm_forward(
+        DTYPE_CODES[x.dtype], rows_tensor.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr(),
+        rows, x.shape[-1], stride, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return y, rstd
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    """dx like x, dweight like weight; what is not needed comes back empty."""
+    dy_rows, rows, dy_stride = as_rows(dy)
+    x_rows, _, x_stride = as_rows(x)
+    weight = weight.contiguous()
+    dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype)
+    dweight = torch.empty(weight.shape if need_dweight else (0,), dtype=sum_dtype(x.dtype))
+    _C.rms_norm_backward(
+        DTYPE_CODES[x.dtype], dy_rows.data_ptr(), x_rows.data_ptr(), weight.data_ptr(), rstd.data_ptr(),
+        dx.data_ptr() if need_dx else 0, dweight.data_ptr() if need_dweight else 0,
+        rows, x.shape[-1], dy_stride, x_stride, torch.get_num_threads(),
+    )  # fmt: skip
+    return dx, dweight.to(weight.dtype)
+
+
+def gemm(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> Tensor:
+    """out [m, n] = scale * a [m, k] @ b [k, n], added to out when `accumulate`; returns out.
+
+    Any strides (transposes cost nothing); all float64, or any mix of float32, bfloat16 and float16 summed in float32
+    and rounded to out's dtype once. The same bits for any number of threads.
+    """
+    if out.stride(1) != 1 and out.shape[1] > 1:
+        if out.stride(0) != 1 and out.shape[0] > 1:
+            raise ValueError(f"out has strides {out.stride()}; one of its dimensions must be contiguous")
+        gemm(b.t(), a.t(), out.t(), accumulate, scale)
+        return out
+    _C.gemm(
+        DTYPE_CODES[a.dtype], a.data_ptr(), *a.stride(), DTYPE_CODES[b.dtype], b.data_ptr(), *b.stride(),
+        DTYPE_CODES[out.dtype], out.data_ptr(), out.stride(0),
+        a.shape[0], b.shape[1], a.shape[1], scale, accumulate, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _as_tokens(x: Tensor) -> Tensor:
+    """View x [..., S, N, D] as [B, S, N, D] with a contiguous last dimension. Copies only if it must."""
+    if x.dim() > 4:
+        x = x.flatten(0, -4)
+    elif x.dim() == 3:
+        x = x.unsqueeze(0)
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
+    """x [..., S, N, D] turned by the angles of its positions (backwards if `inverse`), contiguous.
+
+    Raises ValueError, with nothing written, when a position is not a row of the tables.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype)
+    if y.numel() == 0:
+        return y
+    table_dtype = sum_dtype(x.dtype)
+    cos, sin = cos.to(table_dtype).contiguous(), sin.to(table_dtype).contiguous()
+    if positions is not None:
+        positions = positions.to(torch.int64).contiguous()
+    x_BSND = _as_tokens(x)
+    batch, length, heads, width = x_BSND.shape
+    batch_stride, token_stride, head_stride, _ = x_BSND.stride()
+    bad = _C.rotary(
+        DTYPE_CODES[x.dtype], x_BSND.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        0 if positions is None else positions.data_ptr(), y.data_ptr(),
+        batch, length, heads, width, cos.shape[1], cos.shape[0], batch_stride, token_stride, head_stride,
+        length if positions is not None and positions.dim() == 2 else 0, inverse, torch.get_num_threads(),
+    )  # fmt: skip
+    if bad >= 0:
+        raise ValueError(position_error(positions.flatten()[bad].item(), cos.shape[0]))
+    return y
+
+
+def swiglu_forward(x: Tensor, up: Tensor | None) -> Tensor:
+    """silu(gate) * up, contiguous: x is the gate, or [..., 2F] with the gate first when `up` is None."""
+    x_rows, rows, x_stride = as_rows(x)
+    if up is None:
+        width = x.shape[-1] // 2
+        up_address, up_stride = x_rows.data_ptr() + width * x.element_size(), x_stride
+    else:
+        width = x.shape[-1]
+        up_rows, _, up_stride = as_rows(up)
+        up_address = up_rows.data_ptr()
+    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+    _C.swiglu_forward(
+        DTYPE_CODES[x.dtype], x_rows.data_ptr(), up_address, y.data_ptr(), rows, width, x_stride, up_stride,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def swiglu_backward(dy: Tensor, x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(dx like x, dup like up); without `up`, dx is [..., 2F] as x and dup is empty."""
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    dup = torch.empty((0,) if up is None else up.shape, dtype=x.dtype)
+    dy_rows, rows, dy_stride = as_rows(dy)
+    x_rows, _, x_stride = as_rows(x)
+    width = dy.shape[-1]
+    if up is None:
+        half_row = width * x.element_size()
+        up_address, up_stride = x_rows.data_ptr() + half_row, x_stride
+        dup_address, d_stride = dx.data_ptr() + half_row, 2 * width
+    else:
+        up_rows, _, up_stride = as_rows(up)
+        up_address, dup_address, d_stride = up_rows.data_ptr(), dup.data_ptr(), width
+    _C.swiglu_backward(
+        DTYPE_CODES[x.dtype], dy_rows.data_ptr(), x_rows.data_ptr(), up_address, dx.data_ptr(), dup_address,
+        rows, width, dy_stride, x_stride, up_stride, d_stride, torch.get_num_threads(),
+    )  # fmt: skip
+    return dx, dup
+
+
+def adamw_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: int,
+    learning_rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: float,
+) -> None:  # fmt: skip
+    """One AdamW step in place on contiguous tensors of one shape; see `pyfast.ops.adamw_`."""
+    if param.dtype == torch.float64:
+        grad = grad.double()
+    _C.adamw(
+        DTYPE_CODES[param.dtype], grad.dtype == exp_avg.dtype, param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(), 0 if master is None else master.data_ptr(), param.numel(), beta1, beta2,
+        learning_rate * weight_decay, learning_rate / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps,
+        grad_scale, torch.get_num_threads(),
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""The kernel functions of `pyfast.kernels.cpu` in plain torch, for devices that have no kernel of their own yet.
+
+Same names, arguments and results; right on every device, fast on none. Backward functions recompute the reference
+under autograd, so there is one formula to trust (pyfast/kernels/reference.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyfast.kernels import reference
+from pyfast.kernels.dtypes import sum_dtype
+from pyfast.kernels.errors import position_error
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `cpu.rms_norm_forward`."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps).flatten()
+    return reference.rms_norm(x, weight, eps=eps), rstd
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    """See `cpu.rms_norm_backward`; eps is recovered from rstd."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    gradient = dy.to(wide.dtype) * weight
+    rstd = rstd.view(x.shape[:-1]).unsqueeze(-1)
+    normalised = wide * rstd
+    empty = x.new_empty(0)
+    dx = rstd * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
+    dweight = (dy.to(wide.dtype) * normalised).flatten(0, -2).sum(0)
+    return dx.to(x.dtype) if need_dx else empty, dweight.to(weight.dtype) if need_dweight else empty
+
+
+def gemm(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> Tensor:
+    """See `cpu.gemm`."""
+    wide = sum_dtype(out.dtype)
+    product = (a.to(wide) @ b.to(wide)).mul_(scale)
+    return out.copy_(product.add_(out) if accumulate else product)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
+    """See `cpu.rotary`."""
+    if positions is not None and positions.numel():
+        low, high = (bound.item() for bound in positions.aminmax())
+        if low < 0 or high >= cos.shape[0]:
+            raise ValueError(position_error(low if low < 0 else high, cos.shape[0]))
+    return reference.rotary(x, cos, -sin if inverse else sin, positions=positions).contiguous()
+
+
+def swiglu_forward(x: Tensor, up: Tensor | None) -> Tensor:
+    """See `cpu.swiglu_forward`."""
+    return reference.swiglu(x, up).contiguous()
+
+
+def swiglu_backward(dy: Tensor, x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `cpu.swiglu_backward`."""
+    wide = sum_dtype(x.dtype)
+    gate_wide, up_wide = (part.to(wide) for part in (x.chunk(2, dim=-1) if up is None else (x, up)))
+    sigmoid, dy_wide = torch.sigmoid(gate_wide), dy.to(wide)
+    dgate = (dy_wide * up_wide * sigmoid * (1 + gate_wide * (1 - sigmoid))).to(x.dtype)
+    dup = (dy_wide * gate_wide * sigmoid).to(x.dtype)
+    return (torch.cat([dgate, dup], dim=-1), x.new_empty(0)) if up is None else (dgate, dup)
+
+
+def adamw_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: int,
+    learning_rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: float,
+) -> None:  # fmt: skip
+    """See `cpu.adamw_`."""
+    reference.adamw_(
+        param, grad, exp_avg, exp_avg_sq, step=step, learning_rate=learning_rate, betas=(beta1, beta2), eps=eps,
+        weight_decay=weight_decay, master=master, grad_scale=grad_scale,
+    )  # fmt: skip

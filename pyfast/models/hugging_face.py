@@ -1,0 +1,187 @@
+"""Weights from and to transformers, bit for bit: model objects, and directories of config.json + safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pyfast.models.config import TransformerConfig
+from pyfast.models.hugging_face_config import config_from_hugging_face, config_to_hugging_face
+from pyfast.models.initialize import copy_shard
+from pyfast.models.transformer import Transformer
+from pyfast.nn.layout import get_layout
+
+_INDEX = "model.safetensors.index.json"
+_LAYER_NAMES = {
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.output": ("self_attn.o_proj",),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "ffn_norm": ("post_attention_layernorm",),
+    "ffn.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "ffn.down": ("mlp.down_proj",),
+}
+_TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+def hugging_face_names(name: str) -> list[str]:
+    """transformers' names of the tensors that, stacked along dimension 0, are our parameter `name`."""
+    module, kind = name.rsplit(".", 1)
+    if module in _TOP_NAMES:
+        return [f"{_TOP_NAMES[module]}.{kind}"]
+    _, index, rest = module.split(".", 2)
+    return [f"model.layers.{index}.{theirs}.{kind}" for theirs in _LAYER_NAMES[rest]]
+
+
+def from_hugging_face(
+    source: nn.Module | str | Path,
+    mesh: object | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    residual_dtype: str | None = None,
+) -> Transformer:
+    """A Transformer with the weights of a transformers model, or of a directory holding config.json and safetensors.
+
+    Families: Llama, Mistral, Qwen2, Qwen3. The directory form does not import transformers and holds one tensor in
+    memory at a time. mesh: cut over its tensor-parallel ranks, each of which reads for itself. dtype: None keeps the
+    stored one, and the bits. Raises ValueError naming what is missing, left over or not supported.
+    """
+    if isinstance(source, nn.Module):
+        config = config_from_hugging_face(source.config.to_dict())
+        tensors: Mapping[str, Tensor] = source.state_dict()
+    else:
+        directory = Path(source)
+        config_file = directory / "config.json"
+        if not config_file.is_file():
+            raise ValueError(
+                f"{directory} holds no config.json; give a directory that transformers' save_pretrained wrote"
+            )
+        config = config_from_hugging_face(json.loads(config_file.read_text()))
+        tensors = SafetensorsDirectory(directory)
+    config = replace(config, residual_dtype=residual_dtype)
+    first = hugging_face_names("embedding.weight")[0]
+    if first not in tensors:
+        raise ValueError(f"tensor {first} is missing from {_describe(source)}")
+    dtype = tensors[first].dtype if dtype is None else dtype
+    model = Transformer(config, mesh=mesh, dtype=dtype, device=device, seed=None)
+    _load(model, tensors, _describe(source))
+    return model
+
+
+def to_hugging_face(model: Transformer) -> dict[str, Tensor]:
+    """The unsharded state dict under transformers' names; its `load_state_dict(strict=True)` takes it.
+
+    Collective when the model is cut over ranks: every rank calls it and gets all of it. Tensors are detached and may
+    share memory with the model, and with each other (lm_head and the embedding, when they are tied).
+    """
+    return dict(_unsharded(model))
+
+
+def save_hugging_face(model: Transformer, directory: str | Path) -> None:
+    """Write config.json and model.safetensors, which transformers' from_pretrained loads.
+
+    Every rank of a model that is cut calls it; the first writes. Raises ValueError before writing when no family of
+    transformers can hold the config.
+    """
+    config = config_to_hugging_face(model.config)
+    state = to_hugging_face(model)
+    if model.config.tied_embeddings:
+        del state["lm_head.weight"]
+    config["torch_dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    if model.mesh is None or model.mesh.group("world").rank == 0:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        # clone: pieces of a fused weight are views, which a file cannot hold
+        state = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if model.mesh is not None:
+        model.mesh.group("world").barrier(name="save_hugging_face")
+
+
+class SafetensorsDirectory(Mapping[str, Tensor]):
+    """Tensors by name from model.safetensors or from the files its index lists; each is read when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        index = directory / _INDEX
+        if index.is_file():
+            self._files = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        elif (directory / "model.safetensors").is_file():
+            path = directory / "model.safetensors"
+            with safe_open(path, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), path)
+        else:
+            raise ValueError(
+                f"{directory} holds neither model.safetensors nor {_INDEX}; convert the weights to safetensors"
+            )
+        lost = sorted({str(path) for path in self._files.values() if not path.is_file()})
+        if lost:
+            raise ValueError(f"{_INDEX} names files that are not there: {', '.join(lost)}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@torch.no_grad()
+def _load(model: Transformer, tensors: Mapping[str, Tensor], source: str) -> None:
+    parameters = dict(model.named_parameters())
+    wanted = [name for ours in parameters for name in hugging_face_names(ours)]
+    missing = sorted(set(wanted) - set(tensors))
+    left = sorted(name for name in set(tensors) - set(wanted) if not name.endswith("rotary_emb.inv_freq"))
+    if model.config.tied_embeddings and "lm_head.weight" in left:
+        if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+            raise ValueError(f"{source} ties its embeddings, but lm_head.weight differs from model.embed_tokens.weight")
+        left.remove("lm_head.weight")
+    if missing or left:
+        raise ValueError(
+            f"{source} does not fit its config: missing {missing or 'nothing'}, left over {left or 'nothing'}"
+        )
+    for ours, parameter in parameters.items():
+        pieces = [tensors[name] for name in hugging_face_names(ours)]
+        expected = _piece_shapes(model.config, ours, parameter)
+        for name, piece, shape in zip(hugging_face_names(ours), pieces, expected, strict=True):
+            if tuple(piece.shape) != shape:
+                raise ValueError(f"{source}: tensor {name} has shape {tuple(piece.shape)}, the config asks for {shape}")
+        copy_shard(parameter, pieces[0] if len(pieces) == 1 else torch.cat(pieces), model.mesh)
+
+
+def _piece_shapes(config: TransformerConfig, name: str, parameter: nn.Parameter) -> list[tuple[int, ...]]:
+    shape = get_layout(parameter).shape
+    return [(rows, *shape[1:]) for rows in _piece_rows(config, name, shape[0])]
+
+
+def _piece_rows(config: TransformerConfig, name: str, rows: int) -> list[int]:
+    if ".attention.qkv." in name:
+        return [heads * config.head_size for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    return [config.ffn_width] * 2 if ".ffn.gate_up." in name else [rows]
+
+
+def _unsharded(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    for ours, parameter in model.named_parameters():
+        full = parameter.detach()
+        if model.mesh is not None:
+            full = get_layout(parameter).unshard(full, model.mesh)
+        yield from zip(
+            hugging_face_names(ours), full.split(_piece_rows(model.config, ours, full.shape[0])), strict=True
+        )
+        if ours == "embedding.weight" and model.config.tied_embeddings:
+            yield "lm_head.weight", full
+
+
+def _describe(source: nn.Module | str | Path) -> str:
+    return type(source).__name__ if isinstance(source, nn.Module) else str(source)

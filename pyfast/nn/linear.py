@@ -1,0 +1,149 @@
+"""Linear layers cut over a tensor-parallel group: by outputs (column-parallel) and by inputs (row-parallel).
+
+y = x W^T. Column-parallel: each rank holds a part of the outputs, x is the same on all ranks. Row-parallel: each rank
+holds a part of the inputs, the partial products are summed over the group. One after the other costs one all-reduce
+forward and one backward (Shoeybi et al., Megatron-LM, 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pyfast.nn.layout import Layout, Shard
+from pyfast.nn.parameter import active_group, check_enough, linear_bound, new_parameter
+from pyfast.ops.collective import reduce_from_group
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the outputs cut over `group`: x [..., in] on every rank -> y [..., out_local].
+
+    Arguments:
+        in_features, out_features: the unsharded sizes.
+        bias: add a bias, cut like the outputs.
+        group: Group or torch ProcessGroup to cut over; None: one rank, no collective.
+        parts: sizes of blocks stacked along the outputs (q, k, v of a fused projection; gate and up) that sum to
+            out_features; each is cut over the ranks separately. Default: one block.
+        mesh_dim: the mesh dimension the group belongs to, for the parameters' Layout.
+        name: names the collectives in errors, records and profiles.
+    The gradient of x is summed over the group. Raises ValueError when the parts do not add up to out_features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        group: object | None = None,
+        parts: Sequence[int] | None = None,
+        mesh_dim: str = "tp",
+        name: str = "column_linear",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        parts = (out_features,) if parts is None else tuple(parts)
+        if sum(parts) != out_features:
+            raise ValueError(f"parts={parts} add up to {sum(parts)}, they must add up to out_features={out_features}")
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.group = active_group(group)
+        for part in parts:
+            check_enough(self.group, f"{name}: a part of out_features", part)
+        options = {"dtype": dtype, "device": device}
+        shards = (Shard(mesh_dim, 0, parts),)
+        layout = Layout((out_features, in_features), shards)
+        self.weight = new_parameter(layout, self.group, mesh_dim, bound=linear_bound(in_features), **options)
+        self.bias = new_parameter(Layout((out_features,), shards), self.group, mesh_dim, **options) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return F.linear(x, self.weight, self.bias)
+        return column_parallel_linear(x, self.weight, self.bias, self.group, self.name)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x W^T, + b once: x [..., in_local] -> y [..., out] on every rank.
+
+    Arguments as in ColumnParallelLinear; `parts` are blocks stacked along the inputs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        group: object | None = None,
+        parts: Sequence[int] | None = None,
+        mesh_dim: str = "tp",
+        name: str = "row_linear",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        parts = (in_features,) if parts is None else tuple(parts)
+        if sum(parts) != in_features:
+            raise ValueError(f"parts={parts} add up to {sum(parts)}, they must add up to in_features={in_features}")
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.group = active_group(group)
+        for part in parts:
+            check_enough(self.group, f"{name}: a part of in_features", part)
+        options = {"dtype": dtype, "device": device}
+        layout = Layout((out_features, in_features), (Shard(mesh_dim, 1, parts),))
+        self.weight = new_parameter(layout, self.group, mesh_dim, bound=linear_bound(in_features), **options)
+        self.bias = new_parameter(Layout((out_features,)), self.group, mesh_dim, **options) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return F.linear(x, self.weight, self.bias)
+        y = reduce_from_group(F.linear(x, self.weight), self.group, self.name, in_place=True)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: object, name: str) -> Tensor:
+    """x [..., in] times this rank's weight [out_local, in]; the gradient of x is summed over the group.
+
+    That sum travels while the weight gradient is computed. A frozen weight skips its GEMM, an x without gradient skips
+    its GEMM and its all-reduce.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _ColumnParallelLinear.apply(x, weight, bias, group, name)
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group, name: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.name = group, name
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+        dx = dw = db = work = None
+        if needs_x:
+            dx = grad_rows @ weight
+            work = ctx.group.all_reduce(dx, name=f"{ctx.name} input gradient", async_op=True)
+        if needs_weight:
+            dw = grad_rows.T @ x.reshape(-1, x.shape[-1])
+        if needs_bias:
+            db = grad_rows.sum(0)
+        if work is not None:
+            work.wait()
+        return None if dx is None else dx.view(x.shape), dw, db, None, None

@@ -1,0 +1,72 @@
+"""How an op is registered and called.
+
+Every op is a `torch.library` custom op with a fake implementation and an autograd formula, so torch.compile,
+opcheck, export and dispatch modes (selective checkpointing among them) see it. Those routes cost tens of
+microseconds a call; a plain eager call therefore goes straight to the same Python function through a
+`torch.autograd.Function` with the same setup_context and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def eager(arguments: Sequence[Any]) -> bool:
+    """Whether a call with these arguments is plain eager: not traced, no dispatch mode, no tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(type(a) in _PLAIN for a in arguments if isinstance(a, Tensor))
+
+
+class Op:
+    """A function of tensors and its registration as `torch.ops.pyfast.<name>`; calling it chooses the route.
+
+    Args:
+        name: the op's name in the `pyfast` namespace.
+        schema: its torch.library schema, e.g. "(Tensor x, float eps) -> Tensor". Results never alias arguments.
+        function: the implementation, called with positional arguments.
+        fake: the same on fake tensors: shapes, dtypes and strides of the results only.
+        mutates: names of the arguments written in place.
+    """
+
+    def __init__(
+        self, name: str, schema: str, function: Callable, fake: Callable, mutates: tuple[str, ...] = ()
+    ) -> None:
+        self.function = function
+        self.library_op = torch.library.custom_op(f"pyfast::{name}", function, mutates_args=mutates, schema=schema)
+        self.library_op.register_fake(fake)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args) if eager(args) else self.library_op(*args)
+
+
+def differentiable(op: Op, setup_context: Callable, backward: Callable) -> Callable:
+    """Give `op` a gradient on both routes; returns the function to call (positional arguments).
+
+    Args:
+        op: the forward op.
+        setup_context: `f(ctx, inputs, output)` as in torch.library.register_autograd: saves for backward.
+        backward: `f(ctx, *grads)` returning one gradient (or None) per input; calls another `Op` for its kernel.
+    """
+    op.library_op.register_autograd(backward, setup_context=setup_context)
+
+    def forward_eager(ctx, *args):
+        output = op.function(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    # The combined form of forward: with a separate setup_context, `apply` inspects the signature on every call.
+    backward_eager = torch.autograd.function.once_differentiable(backward)
+    methods = {"forward": staticmethod(forward_eager), "backward": staticmethod(backward_eager)}
+    function = type(op.function.__name__, (torch.autograd.Function,), methods)
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args) if eager(args) else op.library_op(*args)
+
+    return call

@@ -1,0 +1,92 @@
+"""Every public op on fixed inputs, forward and gradients, on one instruction set: run by test_dispatch.py.
+
+python isa_results.py ISA FILE      writes {"op dtype number": tensor} as safetensors
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from safetensors.torch import save_file
+
+from pyfast import _C, ops
+from pyfast.kernels import cpu
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def with_gradients(function: Callable, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """The first result of function(*inputs) and its gradients under a fixed upstream gradient."""
+    inputs = tuple(x.requires_grad_() for x in inputs)
+    result = function(*inputs)
+    result = result[0] if isinstance(result, tuple) else result
+    upstream = torch.linspace(-1, 1, result.numel()).view(result.shape).to(result.dtype)
+    return [result.detach(), *torch.autograd.grad(result, inputs, upstream)]
+
+
+def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def rms_norm(dtype):
+    return with_gradients(ops.rms_norm, normal(37, 75, dtype=dtype), normal(75, dtype=dtype))
+
+
+def rotary(dtype):
+    angle = torch.arange(9)[:, None] * torch.linspace(1, 0.1, 19)
+    return with_gradients(lambda x: ops.rotary(x, angle.cos(), angle.sin()), normal(2, 9, 3, 40, dtype=dtype))
+
+
+def swiglu(dtype):
+    return with_gradients(ops.swiglu, normal(37, 2 * 75, dtype=dtype) * 4)
+
+
+def adamw_(dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    param, grad, exp_avg = normal(1003, dtype=dtype), normal(1003, dtype=dtype), normal(1003, dtype=wide)
+    exp_avg_sq = normal(1003, dtype=wide).square()
+    ops.adamw_(param, grad, exp_avg, exp_avg_sq, step=3, learning_rate=0.1, weight_decay=0.1)
+    return [param, exp_avg, exp_avg_sq]
+
+
+def attention(dtype):
+    q, k, v = normal(2, 37, 4, 40, dtype=dtype), normal(2, 37, 2, 40, dtype=dtype), normal(2, 37, 2, 40, dtype=dtype)
+    return with_gradients(lambda *qkv: ops.attention(*qkv, causal=True), q, k, v)
+
+
+def merge_attention(dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    outs = normal(2, 9, 3, 40, dtype=dtype), normal(2, 9, 3, 40, dtype=dtype)
+    lses = normal(2, 3, 9, dtype=wide), normal(2, 3, 9, dtype=wide)
+    return with_gradients(lambda a, b: ops.merge_attention(a, lses[0], b, lses[1]), *outs)
+
+
+def linear_cross_entropy(dtype):
+    h, w, target = normal(37, 75, dtype=dtype), normal(133, 75, dtype=dtype), torch.randint(0, 133, (37,))
+    return with_gradients(lambda h, w: ops.linear_cross_entropy(h, w, target), h, w)
+
+
+def linear(dtype):
+    return with_gradients(ops.linear, normal(37, 75, dtype=dtype), normal(53, 75, dtype=dtype))
+
+
+CASES = (rms_norm, rotary, swiglu, adamw_, attention, merge_attention, linear_cross_entropy, linear)
+
+
+def results() -> Iterator[tuple[str, torch.Tensor]]:
+    for case in CASES:
+        if not hasattr(ops, case.__name__):
+            continue
+        for name, dtype in DTYPES.items():
+            torch.manual_seed(0)
+            for number, tensor in enumerate(case(dtype)):
+                yield f"{case.__name__} {name} {number}", tensor.contiguous()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    cpu.use_isa(sys.argv[1])
+    assert _C.isa() == sys.argv[1]
+    save_file(dict(results()), sys.argv[2])

@@ -52,7 +52,8 @@ def from_hugging_face(
 
     Families: Llama, Mistral, Qwen2, Qwen3. The directory form does not import transformers and holds one tensor in
     memory at a time. mesh: cut over its tensor-parallel ranks, each of which reads for itself. dtype: None keeps the
-    stored one, and the bits. Raises ValueError naming what is missing, left over or not supported.
+    stored one, and the bits. Raises ValueError naming what is missing, left over or not supported, and for weights of
+    several dtypes unless `dtype` says which to take.
     """
     if isinstance(source, nn.Module):
         config = config_from_hugging_face(source.config.to_dict())
@@ -70,9 +71,9 @@ def from_hugging_face(
     first = hugging_face_names("embedding.weight")[0]
     if first not in tensors:
         raise ValueError(f"tensor {first} is missing from {_describe(source)}")
-    dtype = tensors[first].dtype if dtype is None else dtype
-    model = Transformer(config, mesh=mesh, dtype=dtype, device=device, seed=None)
-    _load(model, tensors, _describe(source))
+    target = tensors[first].dtype if dtype is None else dtype
+    model = Transformer(config, mesh=mesh, dtype=target, device=device, seed=None)
+    _load(model, tensors, _describe(source), convert=dtype is not None)
     return model
 
 
@@ -96,28 +97,38 @@ def save_hugging_face(model: Transformer, directory: str | Path) -> None:
     if model.config.tied_embeddings:
         del state["lm_head.weight"]
     config["torch_dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    failure = None
     if model.mesh is None or model.mesh.group("world").rank == 0:
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        # clone: pieces of a fused weight are views, which a file cannot hold
-        state = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if model.mesh is not None:
-        model.mesh.group("world").barrier(name="save_hugging_face")
+        try:
+            _write(Path(directory), config, state)
+        except OSError as error:
+            failure = error
+    if model.mesh is not None:  # one rank writes, all of them hear how it went
+        failure = model.mesh.group("world").all_gather_object(failure, name="save_hugging_face")[0]
+    if failure is not None:
+        raise failure
+
+
+def _write(directory: Path, config: dict, state: dict[str, Tensor]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    # clone: pieces of a fused weight are views, which a file cannot hold
+    state = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    unfinished = directory / "model.safetensors.unfinished"
+    save_file(state, unfinished, metadata={"format": "pt"})
+    unfinished.replace(directory / "model.safetensors")  # a crash before leaves the weights that were there
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 class SafetensorsDirectory(Mapping[str, Tensor]):
     """Tensors by name from model.safetensors or from the files its index lists; each is read when asked for."""
 
     def __init__(self, directory: Path) -> None:
-        index = directory / _INDEX
-        if index.is_file():
-            self._files = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        elif (directory / "model.safetensors").is_file():
-            path = directory / "model.safetensors"
+        index, path = directory / _INDEX, directory / "model.safetensors"
+        if path.is_file():  # first, as in transformers, should both be there
             with safe_open(path, framework="pt") as file:
                 self._files = dict.fromkeys(file.keys(), path)
+        elif index.is_file():
+            self._files = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         else:
             raise ValueError(
                 f"{directory} holds neither model.safetensors nor {_INDEX}; convert the weights to safetensors"
@@ -138,7 +149,7 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def _load(model: Transformer, tensors: Mapping[str, Tensor], source: str) -> None:
+def _load(model: Transformer, tensors: Mapping[str, Tensor], source: str, convert: bool) -> None:
     parameters = dict(model.named_parameters())
     wanted = [name for ours in parameters for name in hugging_face_names(ours)]
     missing = sorted(set(wanted) - set(tensors))
@@ -157,6 +168,10 @@ def _load(model: Transformer, tensors: Mapping[str, Tensor], source: str) -> Non
         for name, piece, shape in zip(hugging_face_names(ours), pieces, expected, strict=True):
             if tuple(piece.shape) != shape:
                 raise ValueError(f"{source}: tensor {name} has shape {tuple(piece.shape)}, the config asks for {shape}")
+            if piece.dtype != parameter.dtype and not convert:
+                raise ValueError(
+                    f"{source}: tensor {name} is {piece.dtype}, others {parameter.dtype}; say which: dtype=..."
+                )
         copy_shard(parameter, pieces[0] if len(pieces) == 1 else torch.cat(pieces), model.mesh)
 
 

@@ -31,6 +31,15 @@ _READ = frozenset(
     "intermediate_size vocab_size hidden_act max_position_embeddings rms_norm_eps rope_theta rope_scaling "
     "rope_parameters partial_rotary_factor tie_word_embeddings attention_dropout".split()
 )
+_REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 # Keys that change no logit: bookkeeping, generation, initialisation.
 _NEUTRAL = frozenset(
     "_name_or_path _attn_implementation attn_implementation bos_token_id eos_token_id pad_token_id dtype torch_dtype "
@@ -53,6 +62,9 @@ def config_from_hugging_face(source: Mapping[str, Any]) -> TransformerConfig:
     """The TransformerConfig of a config.json (or `config.to_dict()`); ValueError names what is not supported."""
     family = family_of(source)
     _refuse_unknown(source, family)
+    missing = [key for key in _REQUIRED if source.get(key) is None]
+    if missing:
+        raise ValueError(f"config keys {', '.join(missing)} are missing")
     heads, width = source["num_attention_heads"], source["hidden_size"]
     theta, scaling = _rope(source)
     bias = family.always_qkv_bias or bool(source.get("attention_bias") or False)

@@ -169,6 +169,53 @@ def test_what_is_not_supported_is_refused_by_name(change, named):
         config_from_hugging_face({**source, **change})
 
 
+def test_a_config_json_of_the_years_before_reads_the_same():
+    """Keys as transformers 4 wrote them: rope_theta at the top, the kind of scaling under "type"."""
+    source = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": [1, 2],
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 40,
+        "max_position_embeddings": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"type": "linear", "factor": 8.0},
+        "rope_theta": 500000.0,
+        "transformers_version": "4.40.0",
+        "use_cache": True,
+        "vocab_size": 67,
+    }
+    wanted = transformers.LlamaConfig(**source).to_dict()
+    config = config_from_hugging_face(source)
+    assert config == config_from_hugging_face(wanted)
+    assert (config.rope_theta, config.rope_scaling.kind, config.rope_scaling.factor) == (500000.0, "linear", 8.0)
+    assert (config.kv_heads, config.head_size, config.tied_embeddings) == (4, 8, False)
+    del source["hidden_size"]
+    with pytest.raises(ValueError, match="hidden_size"):
+        config_from_hugging_face(source)
+
+
+def test_weights_of_several_dtypes_need_a_choice():
+    theirs = theirs_of("Llama", {})
+    theirs.model.norm.bfloat16()
+    with pytest.raises(ValueError, match="model.norm.weight is torch.bfloat16"):
+        from_hugging_face(theirs)
+    assert next(from_hugging_face(theirs, dtype=torch.float64).parameters()).dtype == torch.float64
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        save_hugging_face(Transformer(TransformerConfig(layers=1, width=8, heads=2, vocab=11)), tmp_path / "file")
+
+
 def test_layers_with_different_windows_are_refused():
     source = transformers.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1).to_dict()
     with pytest.raises(ValueError, match="not supported yet"):

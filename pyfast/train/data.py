@@ -240,10 +240,7 @@ def load_tokens(
             result += [_open_prepared(source.path, tokenizer) for source in group]
         else:
             result.append(_tokenize_here(group, tokenizer, mask_prompt, advance))
-    labels, tokens, documents = (
-        sum(s) for s in zip(*((t.labels, t.ids.size, t.offsets.size - 1) for t in result), strict=True)
-    )
-    check_prompts(mask_prompt, labels, tokens, documents)
+    check_prompts(mask_prompt, any(source.mask is not None for source in result))
     return result
 
 
@@ -287,7 +284,7 @@ def _tokenize_here(
     return Tokens(
         np.concatenate([block.ids for block in blocks]),
         np.concatenate(offsets),
-        np.concatenate([block.mask for block in blocks]) if mask_prompt else None,
+        np.concatenate([block.mask for block in blocks]) if summary.masked else None,
         summary.labels,
         summary.largest,
         summary.digest(),

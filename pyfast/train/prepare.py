@@ -5,9 +5,11 @@ The text is cut into tasks that depend on nothing but the text, so any number of
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -126,7 +128,7 @@ def prepare(
         for task, block in zip(tasks, blocks, strict=True):
             writer.add(block.ids, block.ends, block.mask)
             bar.advance(row, sum(piece.stop - piece.start for piece in task))
-        check_prompts(mask_prompt, writer.summary.labels, writer.summary.tokens, writer.summary.documents)
+        check_prompts(mask_prompt, writer.summary.masked > 0)
     summary = PrepareSummary(
         output=output,
         documents=writer.summary.documents,
@@ -142,11 +144,9 @@ def prepare(
     return summary
 
 
-def check_prompts(mask_prompt: bool, labels: int, tokens: int, documents: int) -> None:
-    """Raise ValueError when prompts are to be masked and there are none: every token but the first of a document is a
-    label.
-    """
-    if mask_prompt and documents and labels == tokens - documents:
+def check_prompts(mask_prompt: bool, any_prompt: bool) -> None:
+    """Raise ValueError when prompts are to be masked and there are none."""
+    if mask_prompt and not any_prompt:
         raise ValueError(
             "data.mask_prompt is set, but no document has a prompt; give .jsonl records with "
             '"prompt" and "completion", or "messages", or leave mask_prompt out'
@@ -280,3 +280,45 @@ def _table(summary: PrepareSummary, tokenizer: Tokenizer) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+# ---- command line
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`pyfast prepare PATH... --output FILE`: returns the exit code; an error is one paragraph on standard error."""
+    options = _parser().parse_args(list(arguments))
+    try:
+        tokenizer = load_tokenizer(options.tokenizer, end_token=options.end_token)
+        prepare(
+            options.paths,
+            options.output,
+            tokenizer,
+            processes=options.processes,
+            mask_prompt=options.mask_prompt,
+            overwrite=options.overwrite,
+        )
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        print(f"pyfast prepare: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pyfast prepare: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pyfast prepare",
+        description="Tokenize text once, on all cores, into a file that `pyfast train` maps into memory.",
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="text file, directory or .jsonl")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the token file to write")
+    parser.add_argument(
+        "--tokenizer", default="byte", metavar="byte|PATH", help="byte, or a tokenizer.json (default: byte)"
+    )
+    parser.add_argument("--end_token", metavar="TOKEN", help="ends a document (default: the tokenizer's own)")
+    parser.add_argument("--processes", type=int, metavar="N", help="default: one for each core")
+    parser.add_argument("--mask_prompt", action="store_true", help="no loss on prompts and on a chat's questions")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    return parser

@@ -60,6 +60,7 @@ class TokenSummary:
         self.tokens = 0
         self.documents = 0
         self.labels = 0
+        self.masked = 0
         self.largest = -1
         self.document_open = False
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]  # ids, offsets, mask
@@ -78,6 +79,7 @@ class TokenSummary:
         self._hashes[1].update((ends + self.tokens).astype("<u8").tobytes())
         if mask is not None:
             self._hashes[2].update(mask.data)
+            self.masked += mask.size - int(mask.sum())
         self.document_open = not ends.size or int(ends[-1]) != ids.size
         self.tokens += ids.size
         self.documents += ends.size

@@ -72,9 +72,9 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | Path, *, end_token: str | int | None = None) -> None:
-        library = _import_tokenizers()
         file = _find_tokenizer_json(Path(path))
         content = _read(file)
+        library = _import_tokenizers()
         try:
             self._tokenizer = library.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception

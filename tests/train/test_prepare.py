@@ -9,18 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+import pyfast
 from pyfast.train import prepare as prepare_module
 from pyfast.train.documents import read_documents
-from pyfast.train.prepare import prepare, tokenize
+from pyfast.train.prepare import main, prepare, tokenize
 from pyfast.train.token_file import open_token_file, verify_token_file
 from pyfast.train.tokenizer import ByteTokenizer, FileTokenizer
 
 QUIET = Console(quiet=True)
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(pyfast.__file__).parents[1])}
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_any_number_of_processes_writes_the_same_bytes(mix, tmp_path):
     verify_token_file(tmp_path / "p2")
 
 
-def test_a_tokenizer_json_travels_to_the_processes(tmp_path, mix):
+def test_a_tokenizer_json_travels_to_the_processes(tmp_path, mix, monkeypatch):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,8 +63,8 @@ def test_a_tokenizer_json_travels_to_the_processes(tmp_path, mix):
     )
     tokenizer.train_from_iterator(["a line with an record file"], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (mix / "long.txt").write_text("a </s> line\n" * 200_000)
-    (mix / "longer.txt").write_text("a </s> line\n" * 200_000)
+    (mix / "long.txt").write_text("a </s> line\n" * 1000)
+    monkeypatch.setattr(prepare_module, "PIECE_BYTES", 4096)  # several tasks of little text
     for n in (1, 2):
         assert prepare([mix], tmp_path / f"p{n}", str(tmp_path), processes=n, console=QUIET).processes == n
     assert (tmp_path / "p1").read_bytes() == (tmp_path / "p2").read_bytes()
@@ -139,6 +142,33 @@ def test_the_summary_says_what_was_done(tmp_path):
         assert part in screen.getvalue()
 
 
+def test_the_command_line(tmp_path, capsys):
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    arguments = [str(tmp_path / "t.jsonl"), "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--mask_prompt", "--processes", "1"]) == 0
+    assert open_token_file(tmp_path / "out").tokens.mask.tolist() == [0, 1, 1]
+    capsys.readouterr()
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pyfast prepare: output") and "exists" in error and "Traceback" not in error
+    assert main([*arguments, "--overwrite"]) == 0
+    assert open_token_file(tmp_path / "out").tokens.mask is None
+    with pytest.raises(SystemExit) as exit:
+        main([str(tmp_path)])
+    assert exit.value.code == 2 and "--output" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_nothing(tmp_path, capsys, monkeypatch):
+    (tmp_path / "t.txt").write_text("text")
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "_run_task", interrupt)
+    assert main([str(tmp_path / "t.txt"), "--output", str(tmp_path / "out")]) == 130
+    assert "nothing was written" in capsys.readouterr().err and os.listdir(tmp_path) == ["t.txt"]
+
+
 def test_a_dead_process_is_an_error_not_a_hang(mix, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "_work", os._exit)  # called with a pipe: the process dies at once
     with pytest.raises(RuntimeError, match="ended early"):
@@ -163,7 +193,9 @@ def test_processes_end_when_the_parent_is_killed(tmp_path):
         "        time.sleep(60)\n"
     )
     files = [str(tmp_path / f"{i}.txt") for i in range(8)]
-    process = subprocess.Popen([sys.executable, str(script), *files], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script), *files], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2
     process.send_signal(signal.SIGKILL)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pyfast
 from pyfast.train.token_file import HEADER_BYTES, MAGIC, TokenWriter, open_token_file, verify_token_file
 from pyfast.train.tokenizer import ByteTokenizer
 
@@ -112,7 +114,12 @@ def test_a_killed_writer_leaves_no_half_file_under_the_name(tmp_path):
         "print('written', flush=True)\n"
         "time.sleep(60)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "t")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "t")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(pyfast.__file__).parents[1])},
+    )
     assert process.stdout.readline() == "written\n"
     process.send_signal(signal.SIGKILL)
     process.wait(10)
@@ -141,7 +148,10 @@ def test_bad_blocks_are_refused(tmp_path, ids, ends, message):
 def test_bad_masks_are_refused(tmp_path):
     one = np.array([1])
     for masked, mask in ((True, None), (False, one), (True, np.array([2])), (True, np.array([1, 1]))):
-        with pytest.raises(ValueError, match="mask"), TokenWriter(tmp_path / "t", ByteTokenizer(), mask=masked) as writer:
+        with (
+            pytest.raises(ValueError, match="mask"),
+            TokenWriter(tmp_path / "t", ByteTokenizer(), mask=masked) as writer,
+        ):
             writer.add(one, one, mask)
 
 

@@ -149,6 +149,7 @@ def test_missing_package_says_how_to_install(monkeypatch, tmp_path):
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
+    (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(builtins, "__import__", without_tokenizers)
     with pytest.raises(ImportError, match=r"pip install 'pyfast\[tokenizers\]'"):
         load_tokenizer(str(tmp_path))

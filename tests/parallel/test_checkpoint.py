@@ -71,7 +71,6 @@ def test_an_unsupported_dtype_or_a_sparse_tensor_is_refused_and_nothing_stays_be
 
 def test_views_are_saved_by_value(tmp_path):
     flat = torch.arange(24.0)
-    base = torch.randn(4, 6, dtype=torch.complex64)
     views = {
         "bucket.0": flat[:6].view(2, 3),
         "bucket.1": flat[6:12],
@@ -79,9 +78,10 @@ def test_views_are_saved_by_value(tmp_path):
         "transposed": flat.view(4, 6).t(),
         "strided": flat[::5],
         "expanded": torch.tensor([3.0]).expand(4),
-        "conjugate": base.conj(),
-        "negative": base.conj().imag,
+        "negative": torch.randn(4, 6, dtype=torch.complex64).conj().imag,
     }
+    if torch.complex64 in DTYPES:  # since safetensors 0.6
+        views["conjugate"] = torch.randn(4, 6, dtype=torch.complex64).conj()
     save(tmp_path, 1, CheckpointState(views), MESH)
     target = CheckpointState({name: torch.zeros_like(v.clone().contiguous()) for name, v in views.items()})
     load(tmp_path, target, MESH)

@@ -24,8 +24,8 @@ from pyfast.parallel.checkpoint.metadata import METADATA_FILE, CheckpointMetadat
 from pyfast.parallel.checkpoint.state import (
     CheckpointState,
     LoadPlanner,
-    SavePlanner,
     LocalPart,
+    SavePlanner,
     describe,
     differences,
     layout_to_json,

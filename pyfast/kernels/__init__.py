@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import torch
 
 
+@functools.cache  # the import statement alone costs more than a small kernel
 def for_device(device: torch.device) -> ModuleType:
     """The module whose functions compute on `device`."""
     if device.type == "cpu":

@@ -13,15 +13,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 
 def eager(arguments: Sequence[Any]) -> bool:
-    """Whether a call with these arguments is plain eager: not traced, no dispatch mode, no tensor subclass."""
+    """Whether a call is plain eager: not traced, no dispatch mode, no torch.func transform, no tensor subclass."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(type(a) in _PLAIN for a in arguments if isinstance(a, Tensor))
+    if torch._C._functorch.maybe_current_level() is not None:
+        return False
+    for a in arguments:
+        kind = type(a)
+        if kind is not Tensor and kind is not Parameter and isinstance(a, Tensor):
+            return False
+    return True
+
+
+def records(arguments: Sequence[Any]) -> bool:
+    """Whether autograd must see a call with these arguments: one needs a gradient, or a forward-mode level is open."""
+    if forward_ad._current_level >= 0:  # the Function then says that the op has no forward-mode derivative
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    for a in arguments:
+        if isinstance(a, Tensor) and a.requires_grad:
+            return True
+    return False
 
 
 class Op:
@@ -43,7 +61,9 @@ class Op:
         self.library_op.register_fake(fake)
 
     def __call__(self, *args: Any) -> Any:
-        return self.function(*args) if eager(args) else self.library_op(*args)
+        # When autograd records (a backward under create_graph), the library op gives its results a gradient, or one
+        # that raises where none is registered; calling the function would lose it silently.
+        return self.function(*args) if eager(args) and not records(args) else self.library_op(*args)
 
 
 def differentiable(op: Op, setup_context: Callable, backward: Callable) -> Callable:
@@ -62,11 +82,12 @@ def differentiable(op: Op, setup_context: Callable, backward: Callable) -> Calla
         return output
 
     # The combined form of forward: with a separate setup_context, `apply` inspects the signature on every call.
-    backward_eager = torch.autograd.function.once_differentiable(backward)
-    methods = {"forward": staticmethod(forward_eager), "backward": staticmethod(backward_eager)}
+    methods = {"forward": staticmethod(forward_eager), "backward": staticmethod(backward)}
     function = type(op.function.__name__, (torch.autograd.Function,), methods)
 
     def call(*args: Any) -> Any:
-        return function.apply(*args) if eager(args) else op.library_op(*args)
+        if not eager(args):
+            return op.library_op(*args)
+        return function.apply(*args) if records(args) else op.function(*args)
 
     return call

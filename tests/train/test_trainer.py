@@ -72,7 +72,7 @@ def test_losses_and_gradient_norms_are_those_of_transformers_in_float64(tmp_path
         loss = sum(losses) / count
         loss.backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in theirs.parameters()))
-        assert line["loss"] == pytest.approx(float(loss), rel=1e-6)  # transformers' rotary tables are float32, as ours
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-6)  # transformers' rotary tables are float32, as ours
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-6)
         with torch.no_grad():
             for p in theirs.parameters():

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         return fail(f"{arguments[0]}: there is no such command. Commands: {', '.join(COMMANDS)}. See pyfast --help.",
                     USAGE_ERROR)
-    return command[0](arguments[1:])
+    try:
+        return command[0](arguments[1:])
+    except KeyboardInterrupt:
+        return fail("stopped before the work began", INTERRUPTED)
 
 
 def fail(message: str, code: int) -> int:
@@ -55,25 +59,9 @@ def train(arguments: list[str]) -> int:
 
 def prepare(arguments: list[str]) -> int:
     """`pyfast prepare`."""
-    import argparse
+    from pyfast.train.prepare import main as prepare_main
 
-    parser = argparse.ArgumentParser(
-        prog="pyfast prepare", description="Tokenize text into a file that training maps into memory (data.paths).")
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="text files, directories and .jsonl files")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the token file to write")
-    parser.add_argument("--tokenizer", default="byte", help="byte, or the path of a tokenizer.json (default: byte)")
-    parser.add_argument("--processes", type=int, help="processes to use (default: all cores)")
-    parser.add_argument("--mask_prompt", action="store_true", help="no loss on the prompts of .jsonl lines")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    options = vars(parser.parse_args(arguments))
-    from pyfast.train.prepare import prepare as run
-
-    try:
-        summary = run(options.pop("paths"), options.pop("output"), **options)
-    except (ValueError, OSError, ImportError) as error:
-        return fail(str(error), 1)
-    print(f"Next:\n  pyfast train --data.paths {shlex.quote(str(summary.output))} --data.tokenizer {options['tokenizer']}")
-    return 0
+    return prepare_main(arguments)
 
 
 def doctor(arguments: list[str]) -> int:

@@ -97,6 +97,8 @@ class DataConfig(_Section):
     paths: str | list[str] | None = key(
         None, "text files, directories, .jsonl or prepared files; null = the Python standard library's source")
     tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
+    end_token: str | int | None = key(
+        None, "token (text or id) that ends a document; null = the one the tokenizer's files name")
     mask_prompt: bool = key(False, "no loss on the prompt of .jsonl lines with prompt and completion")
 
     def path_list(self) -> list[str] | None:

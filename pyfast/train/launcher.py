@@ -59,17 +59,16 @@ def launch(config: TrainConfig, command: str = "pyfast train") -> int:
 
 def preflight(config: TrainConfig) -> None:
     """Find what is missing or contradictory while it is still cheap: before processes start. Reads, writes nothing."""
-    from pyfast.parallel.checkpoint import CheckpointError
     from pyfast.train.documents import find_sources, standard_library_files
     from pyfast.train.model import transformer_config
     from pyfast.train.resume import find_start
     from pyfast.train.tokenizer import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
         find_sources(config.data.path_list() or standard_library_files())
         find_start(config, transformer_config(config, tokenizer), tokenizer)
-    except (ValueError, OSError, ImportError, CheckpointError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise as_training_error(error) from error
 
 

@@ -18,14 +18,13 @@ import torch.distributed as dist
 
 from pyfast.models import Transformer
 from pyfast.parallel import FlatBuckets, ParallelMesh, clip_coefficient
-from pyfast.parallel.checkpoint import CheckpointError, save
 from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.data import load_dataset
 from pyfast.train.errors import NonFiniteLoss, as_training_error
 from pyfast.train.metrics import MetricsWriter, StepMetrics, memory_bytes
 from pyfast.train.model import transformer_config
 from pyfast.train.optimizer import make_optimizer, parameter_group
-from pyfast.train.resume import Start, checkpoint_state, find_start, load_state, recorded_config
+from pyfast.train.resume import Start, checkpoint_errors, checkpoint_state, find_start, load_state, recorded_config
 from pyfast.train.schedule import learning_rate
 from pyfast.train.stop import Stop
 from pyfast.train.tokenizer import load_tokenizer
@@ -73,7 +72,7 @@ class Trainer:
         """Train from where the run stands to `train.steps`, or until a stop is requested."""
         try:
             start = self._set_up()
-        except (ValueError, OSError, ImportError, CheckpointError) as error:
+        except (ValueError, OSError, ImportError) as error:
             raise as_training_error(error) from error
         if self.step >= self.config.train.steps:
             return FitResult(NOTHING_TO_DO, self.step, self.saved)
@@ -93,7 +92,7 @@ class Trainer:
     def _set_up(self) -> Start:
         config = self.config
         self.mesh = ParallelMesh.create(config.parallel, rank=self.rank, world_size=self.world_size)
-        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        self.tokenizer = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
         self.model_config = transformer_config(config, self.tokenizer)
         start = self._find_start()
         self.dataset = load_dataset(
@@ -230,13 +229,13 @@ class Trainer:
             return
         scalars = {"optimizer_steps": self.optimizer.steps, "tokenizer": self.tokenizer.fingerprint,
                    "data": self.dataset.fingerprint}
-        try:
+        from pyfast.parallel import save
+
+        with checkpoint_errors():  # such as a full disk; the checkpoints before are intact
             self.saved = save(
                 directory, self.step, checkpoint_state(self.model, self.optimizer, scalars), self.mesh,
                 keep_last=self.config.checkpoint.keep_last, config=recorded_config(self.config, self.model_config),
             )
-        except (CheckpointError, FileExistsError) as error:  # such as a full disk; the checkpoints before are intact
-            raise as_training_error(error) from error
 
     def _saved_step(self) -> int:
         return int(self.saved.name.removeprefix("step-")) if self.saved else -1

@@ -151,8 +151,7 @@ def test_doctor_reports_what_is_broken(capsys, monkeypatch):
 
 def test_prepare_writes_a_file_that_train_reads(capsys, tmp_path, text):
     assert main(["prepare", str(text), "--output", str(tmp_path / "tokens.bin"), "--processes", "1"]) == 0
-    assert "pyfast train --data.paths" in capsys.readouterr().out
     assert main(["train", *SMALL, "--data.paths", str(tmp_path / "tokens.bin"), "--train.steps", "1",
                  "--log.directory", str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    assert "/no/such" in error_of(capsys, "prepare", "/no/such", "--output", str(tmp_path / "other.bin"))
+    assert main(["prepare", "/no/such", "--output", str(tmp_path / "other.bin")]) == 1
+    assert "/no/such" in capsys.readouterr().err

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pyfast.nn.layout import Layout, Shard, get_layout, set_layout
 from pyfast.parallel.buckets import Bucket, FlatBuckets, clip_coefficient
-from pyfast.parallel.checkpoint import CheckpointError, CheckpointState, latest, load, read_metadata, save
 from pyfast.parallel.config import ParallelConfig
 from pyfast.parallel.mesh import ParallelMesh, rank_groups
 from pyfast.parallel.replicas import check_replicas
@@ -28,3 +29,14 @@ __all__ = [
     "save",
     "set_layout",
 ]
+
+# torch.distributed.checkpoint takes a second to import: only who saves or loads pays for it.
+_CHECKPOINT = ("CheckpointError", "CheckpointState", "latest", "load", "read_metadata", "save")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CHECKPOINT:
+        from pyfast.parallel import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,111 @@
+"""The command `pyfast`. Each subcommand is imported when it is run, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (without the program's name) and return the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else USAGE_ERROR
+    if arguments[0] in ("-V", "--version"):
+        from pyfast import __version__
+
+        print(f"pyfast {__version__}")
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        return fail(f"{arguments[0]}: there is no such command. Commands: {', '.join(COMMANDS)}. See pyfast --help.",
+                    USAGE_ERROR)
+    try:
+        return command[0](arguments[1:])
+    except KeyboardInterrupt:
+        return fail("stopped before the work began", INTERRUPTED)
+
+
+def fail(message: str, code: int) -> int:
+    """Print one error on stderr; returns the exit code. Long paragraphs are wrapped, tracebacks are left alone."""
+    if "\n" not in message:
+        message = textwrap.fill(f"pyfast: {message}", 110, subsequent_indent="  ", break_long_words=False,
+                                break_on_hyphens=False)
+    else:
+        message = f"pyfast: {message}"
+    print(message, file=sys.stderr)
+    return code
+
+
+def train(arguments: list[str]) -> int:
+    """`pyfast train`."""
+    from pyfast.train.arguments import parse
+    from pyfast.train.errors import TrainingError
+
+    try:
+        config = parse(arguments)
+        from pyfast.train.launcher import launch
+
+        return launch(config, shlex.join(["pyfast", "train", *arguments]))
+    except TrainingError as error:
+        return fail(str(error), error.exit_code)
+
+
+def prepare(arguments: list[str]) -> int:
+    """`pyfast prepare`."""
+    from pyfast.train.prepare import main as prepare_main
+
+    return prepare_main(arguments)
+
+
+def doctor(arguments: list[str]) -> int:
+    """`pyfast doctor`."""
+    from pyfast.doctor import main as doctor_main
+
+    return doctor_main(arguments)
+
+
+def convert(arguments: list[str]) -> int:
+    """`pyfast convert`."""
+    from pyfast.convert import main as convert_main
+
+    return convert_main(arguments)
+
+
+def _later(name: str, what_to_do: str) -> Callable[[list[str]], int]:
+    return lambda arguments: fail(f"{name} is not supported yet. {what_to_do}", USAGE_ERROR)
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (train, "train a transformer on one or several processes"),
+    "prepare": (prepare, "tokenize text into a file that training maps into memory"),
+    "convert": (convert, "checkpoint to Hugging Face model and back"),
+    "doctor": (doctor, "say what works on this machine, what is missing and what to do about it"),
+    "verify": (_later("verify", "To compare layouts now, train twice with --optimizer.name sgd and compare metrics.jsonl."),
+               "check that a layout computes what one process computes (not supported yet)"),
+    "plan": (_later("plan", "To try a layout now: pyfast train --train.steps 3."),
+             "search the layout for a model and a machine (not supported yet)"),
+    "bench": (_later("bench", "The benchmarks are a pytest suite of the source tree: pip install '.[bench]', then "
+                              "pytest bench, or python bench/train_step.py."),
+              "run the benchmarks (not supported yet)"),
+}
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = ["usage: pyfast COMMAND [arguments]", "",
+             "Train large transformers in parallel, on CPUs and GPUs.", "", "Commands:"]
+    lines += [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines += ["", "pyfast COMMAND --help says more about one; pyfast --version prints the version.", "",
+              "Start with: pyfast train"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

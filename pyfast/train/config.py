@@ -1,0 +1,416 @@
+"""Every key of a training run: frozen dataclasses, checked when they are made.
+
+A field carries its own help line and its own limits, so the command line, `--help`, the checks and the errors all come
+from one place. A key of a feature that is not built yet is marked `later` and refused unless it is neutral.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pyfast.parallel.config import ParallelConfig
+from pyfast.train.errors import ConfigError, NotSupportedYet, yaml_word
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+def key(default: Any, text: str, *, least: float | None = None, above: float | None = None, most: float | None = None,
+        later: bool = False, later_values: tuple = ()) -> Any:
+    """A config field: its default, its help line, its limits (`least` <= value <= `most`, value > `above`).
+
+    later: refused unless equal to the default. later_values: single values that are refused.
+    """
+    limits = {"help": text, "least": least, "above": above, "most": most, "later": later, "later_values": later_values}
+    return field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A group of keys; `section` is the part before the dot."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        hints = field_types(type(self))
+        for item in dataclasses.fields(self):
+            check_value(f"{self.section}.{item.name}", getattr(self, item.name), hints[item.name], item)
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Section):
+    """The decoder-only transformer (Llama, Qwen and Mistral style)."""
+
+    section: ClassVar[str] = "model"
+    layers: int = key(4, "decoder layers", least=1)
+    width: int = key(192, "width of the residual stream", least=1)
+    heads: int = key(6, "query heads", least=1)
+    kv_heads: int | None = key(2, "key/value heads, a divisor of heads; null = as many as heads", least=1)
+    head_size: int | None = key(None, "size of one head, even; null = width / heads", least=2)
+    ffn_width: int | None = key(None, "inner width of the feed-forward; null = 8/3 of width, in steps of 64", least=1)
+    vocab: int | None = key(None, "vocabulary size; null = the tokenizer's", least=1)
+    tied_embeddings: bool = key(False, "one matrix for the embedding and the head")
+    qk_norm: bool = key(False, "RMSNorm on each head's query and key (Qwen3)")
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0.0)
+    norm_eps: float = key(1e-6, "epsilon of every RMSNorm", least=0.0)
+    attention_bias: bool = key(False, "bias on the query, key and value projections (Qwen2)")
+    attention_output_bias: bool = key(False, "bias on the attention's output projection")
+    ffn_bias: bool = key(False, "biases in the feed-forward")
+    rope_scaling: dict[str, Any] | None = key(
+        None, "stretched positions: kind (linear, llama3, yarn), factor, and the keys of that kind")
+    max_positions: int | None = key(None, "longest sequence the model can read; null = train.sequence_length", least=1)
+    residual_dtype: Literal["float32"] | None = key(
+        None, "float32 keeps the residual stream in float32 over bfloat16; null = train.dtype")
+    window: int | None = key(None, "tokens a query sees, itself included; null = all before it", least=1, later=True)
+    experts: int = key(0, "experts of a mixture-of-experts layer", later=True)
+    experts_per_token: int | None = key(None, "experts each token is sent to", later=True)
+    expert_width: int | None = key(None, "inner width of one expert", later=True)
+    shared_experts: int = key(0, "experts every token is sent to", later=True)
+    moe_every: int | None = key(None, "every n-th layer has experts", later=True)
+    aux_loss_weight: float = key(0.0, "weight of the load-balancing loss", later=True)
+    z_loss_weight: float = key(0.0, "weight of the router's z loss", later=True)
+    capacity_factor: float | None = key(None, "slots of an expert over its fair share", later=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kv_heads = self.kv_heads or self.heads
+        if self.heads % kv_heads:
+            raise ConfigError("model.kv_heads", kv_heads, f"must divide model.heads = {self.heads}")
+        if self.head_size is None and self.width % self.heads:
+            raise ConfigError("model.heads", self.heads, f"must divide model.width = {self.width}",
+                              hint="Or give model.head_size.")
+        size = self.head_size or self.width // self.heads
+        if size % 2:
+            raise ConfigError("model.head_size", size, "must be even, because rotary positions turn pairs")
+
+
+@dataclass(frozen=True)
+class DataConfig(_Section):
+    """The text that is trained on."""
+
+    section: ClassVar[str] = "data"
+    paths: str | list[str] | None = key(
+        None, "text files, directories, .jsonl or prepared files; null = the Python standard library's source")
+    tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
+    end_token: str | int | None = key(
+        None, "token (text or id) that ends a document; null = the one the tokenizer's files name")
+    mask_prompt: bool = key(False, "no loss on the prompt of .jsonl lines with prompt and completion")
+
+    def path_list(self) -> list[str] | None:
+        """The paths as a list; None stands for the default text."""
+        return [self.paths] if isinstance(self.paths, str) else self.paths
+
+
+@dataclass(frozen=True)
+class RunConfig(_Section):
+    """How long, how much at a time, in which number format, on how many processes."""
+
+    section: ClassVar[str] = "train"
+    steps: int = key(200, "optimizer steps of the whole run", least=1)
+    sequence_length: int = key(256, "tokens of one sequence", least=1)
+    micro_batch: int = key(8, "sequences of one forward and backward on one rank", least=1)
+    global_batch: int = key(8, "sequences of one step, over all ranks and micro-batches", least=1)
+    dtype: Dtype = key("float32", "number format of the parameters; bfloat16 keeps a float32 master copy",
+                       later_values=("float16",))
+    seed: int = key(0, "seed of the weights and of the data order", least=0, most=2**63 - 1)
+    recompute: bool | str | None = key(None, "recompute activations in the backward pass", later=True)
+    processes: int | None = key(None, "processes to start; null = as many as the layout needs", least=1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(_Section):
+    """The update rule and the learning rate over the run."""
+
+    section: ClassVar[str] = "optimizer"
+    name: Literal["adamw", "sgd", "muon"] = key("adamw", "update rule", later_values=("muon",))
+    learning_rate: float = key(3e-3, "peak learning rate", least=0.0)
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = key(
+        "cosine", "course after the warmup (wsd: constant, then a linear fall over decay_steps)")
+    warmup_steps: int = key(20, "steps of linear rise from 0 to the peak", least=0)
+    decay_steps: int | None = key(None, "steps of wsd's fall at the end; null = a fifth of the run", least=0)
+    final_fraction: float = key(0.1, "learning rate at the end, as a fraction of the peak (not for constant)",
+                                least=0.0, most=1.0)
+    weight_decay: float = key(0.1, "decoupled weight decay (adamw) or L2 term (sgd)", least=0.0)
+    decay_all: bool = key(False, "decay norm weights and biases too")
+    beta1: float = key(0.9, "adamw: decay of the first moment", least=0.0, most=1.0)
+    beta2: float = key(0.95, "adamw: decay of the second moment", least=0.0, most=1.0)
+    eps: float = key(1e-8, "adamw: added to the root of the second moment", least=0.0)
+    momentum: float = key(0.0, "sgd: momentum", least=0.0, most=1.0)
+    clip_norm: float | None = key(None, "largest global gradient norm; null = no clipping", above=0.0)
+    lr_scaling: Literal["none", "linear", "sqrt"] = key(
+        "none", "scale learning_rate by global_batch / reference_batch, or by its square root")
+    reference_batch: int | None = key(None, "global batch that learning_rate was chosen for (with lr_scaling)",
+                                      least=1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(_Section):
+    """Where the state of the run is kept."""
+
+    section: ClassVar[str] = "checkpoint"
+    directory: str | None = key("auto", "directory; auto = <log.directory>/checkpoints, null = no checkpoints")
+    every: int | None = key(100, "steps between checkpoints; null = only at the end and at Ctrl-C", least=1)
+    keep_last: int | None = key(2, "checkpoints kept, the newest; null = all", least=1)
+    resume: str = key("auto", "auto = go on from the newest in directory, never, or the PATH of a checkpoint")
+    asynchronous: bool = key(False, "write while training goes on", later=True)
+
+
+@dataclass(frozen=True)
+class LogConfig(_Section):
+    """What is written beside the screen."""
+
+    section: ClassVar[str] = "log"
+    directory: str = key("pyfast-run", "directory of metrics.jsonl and the checkpoints")
+    every: int = key(10, "steps between lines on a screen that is not a terminal", least=1)
+    prometheus: int | str | None = key(None, "serve metrics for Prometheus", later=True)
+    tensorboard: bool | str | None = key(None, "write TensorBoard events", later=True)
+    timeline: bool | str | None = key(None, "write a timeline of each rank", later=True)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run. `TrainConfig()` is what `pyfast train` without arguments does."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(tensor=2))
+    train: RunConfig = field(default_factory=RunConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def processes(self) -> int:
+        """Ranks of the run when this machine starts them: as asked for, or as many as the layout needs."""
+        return self.train.processes or layout_size(self.parallel) * (self.parallel.data or 1)
+
+    @property
+    def checkpoint_directory(self) -> str | None:
+        """Directory of the checkpoints, None for none."""
+        directory = self.checkpoint.directory
+        return os.path.join(self.log.directory, "checkpoints") if directory == "auto" else directory
+
+
+PARALLEL_HELP = {
+    "tensor": "ranks that share each matrix",
+    "context": "ranks that share each sequence",
+    "pipeline": "ranks that share the layers",
+    "virtual_pipeline": "chunks of layers a pipeline rank holds",
+    "data": "ranks that take different sequences; null = the ranks that are left",
+    "expert": "ranks that share the experts",
+    "expert_tensor": "ranks that share each expert",
+    "zero": "0-3: what data-parallel ranks share of optimizer, gradients and parameters",
+    "sequence_parallel": "norms and residual split along the sequence over the tensor ranks",
+    "schedule": "gpipe, 1f1b, interleaved, zb-h1 or zb-v",
+    "layers_per_stage": "layers of each pipeline stage; null = even",
+    "order": "which dimension of the layout varies fastest over the ranks, innermost first",
+    "context_method": "how attention crosses the ranks of context",
+}
+PARALLEL_READY = ("tensor", "data", "order")
+
+
+def field_types(section: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, resolved."""
+    hints = typing.get_type_hints(section)
+    return {item.name: hints[item.name] for item in dataclasses.fields(section)}
+
+
+def sections() -> dict[str, type]:
+    """Section name -> dataclass, in the order they are shown."""
+    return field_types(TrainConfig)
+
+
+def describe_type(hint: Any) -> str:
+    """A type in the words of the help: `integer`, `text or null`, `adamw | sgd`."""
+    words = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+    if typing.get_origin(hint) is Literal:
+        return " | ".join(typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return f"list of {describe_type(typing.get_args(hint)[0])}s"
+    if typing.get_origin(hint) is dict:
+        return "mapping"
+    return words.get(hint, str(hint))
+
+
+def describe_allowed(item: dataclasses.Field, hint: Any) -> str:
+    """What a field may hold: its type and its limits."""
+    limits = item.metadata
+    text = describe_type(hint)
+    later = limits.get("later_values", ())
+    if later:
+        text = " | ".join(word for word in typing.get_args(hint) if word not in later)
+    least, above, most = limits.get("least"), limits.get("above"), limits.get("most")
+    if least is not None:
+        text += f", at least {least:g}"
+    if above is not None:
+        text += f", greater than {above:g}"
+    if most is not None:
+        text += f", at most {most:g}"
+    return text
+
+
+def has_type(value: object, hint: Any) -> bool:
+    """Whether a value is of a config type. An integer is a number, a truth value is not."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(has_type(value, part) for part in typing.get_args(hint))
+    if origin is list:
+        return isinstance(value, list) and all(has_type(item, typing.get_args(hint)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def check_value(name: str, value: object, hint: Any, item: dataclasses.Field) -> None:
+    """Raise `ConfigError` unless `value` is of the field's type, within its limits and supported."""
+    limits = item.metadata
+    if not has_type(value, hint):
+        raise ConfigError(name, value, f"allowed is {describe_allowed(item, hint)}")
+    if limits.get("later") and value != item.default:
+        raise NotSupportedYet(name, value, item.default)
+    if isinstance(value, str) and value in limits.get("later_values", ()):
+        raise NotSupportedYet(name, value, item.default)
+    if value is None or isinstance(value, (bool, str, list, dict)):
+        return
+    least, above, most = limits.get("least"), limits.get("above"), limits.get("most")
+    if (
+        not math.isfinite(value)
+        or (least is not None and value < least)
+        or (above is not None and value <= above)
+        or (most is not None and value > most)
+    ):
+        raise ConfigError(name, value, f"allowed is {describe_allowed(item, hint)}")
+
+
+def check_parallel(values: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a wrong type or count in `parallel`, and for layouts that are not built yet."""
+    hints = field_types(ParallelConfig)
+    for item in dataclasses.fields(ParallelConfig):
+        name, value = f"parallel.{item.name}", values.get(item.name, item.default)
+        check_value(name, value, hints[item.name], item)
+        if item.name not in PARALLEL_READY and value != item.default:
+            raise NotSupportedYet(name, value, item.default)
+        if item.name in ("tensor", "data") and value is not None and value < 1:
+            raise ConfigError(name, value, f"allowed is {describe_type(hints[item.name])}, at least 1")
+        if item.name == "order" and sorted(value.split("-")) != ["cp", "dp", "pp", "tp"]:
+            raise ConfigError(name, value, "allowed is any order of tp, cp, pp and dp, joined by dashes")
+
+
+def layout_size(parallel: ParallelConfig) -> int:
+    """Ranks of one data-parallel replica."""
+    return parallel.tensor * parallel.context * parallel.pipeline
+
+
+def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
+    """Check a run against the number of ranks it has, and fill what follows from it (`parallel.data`).
+
+    Raises `ConfigError` where keys contradict one another or the number of ranks.
+    """
+    replica, data = layout_size(config.parallel), config.parallel.data
+    if world_size % replica or (data is not None and data * replica != world_size):
+        need = f"{replica}" if data is None else f"{replica} x data {data} = {replica * data}"
+        allowed = f"the layout tensor {config.parallel.tensor} x context {config.parallel.context} x pipeline " \
+                  f"{config.parallel.pipeline} needs " + (f"a multiple of {need}" if data is None else need) + " ranks"
+        raise ConfigError("number of ranks", world_size, allowed, hint="Change parallel.* or train.processes.")
+    parallel = config.parallel.resolve(world_size)
+    _check_tensor_parallel(config.model, parallel.tensor)
+    _check_batches(config, parallel.data)
+    _check_optimizer(config)
+    return dataclasses.replace(config, parallel=parallel)
+
+
+def _check_tensor_parallel(model: ModelConfig, tensor: int) -> None:
+    for name, count in (("heads", model.heads), ("kv_heads", model.kv_heads or model.heads)):
+        if count % tensor:
+            raise ConfigError(f"model.{name}", count, f"must be a multiple of parallel.tensor = {tensor}",
+                              hint="Each tensor-parallel rank holds whole heads.")
+
+
+def _check_batches(config: TrainConfig, data: int) -> None:
+    run = config.train
+    if run.global_batch % (run.micro_batch * data):
+        raise ConfigError(
+            "train.global_batch", run.global_batch,
+            f"must be a multiple of train.micro_batch x data-parallel ranks = {run.micro_batch} x {data}",
+        )
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    optimizer, steps = config.optimizer, config.train.steps
+    for name in ("beta1", "beta2", "momentum"):
+        if getattr(optimizer, name) >= 1.0:
+            raise ConfigError(f"optimizer.{name}", getattr(optimizer, name), "must be less than 1")
+    _check_used(optimizer)
+    if optimizer.lr_scaling != "none" and optimizer.reference_batch is None:
+        raise ConfigError("optimizer.reference_batch", None,
+                          f"must be given with optimizer.lr_scaling = {optimizer.lr_scaling}")
+    if optimizer.schedule == "wsd" and optimizer.warmup_steps + (optimizer.decay_steps or 0) > steps:
+        raise ConfigError("optimizer.decay_steps", optimizer.decay_steps,
+                          f"warmup_steps {optimizer.warmup_steps} + decay_steps must be at most train.steps = {steps}")
+
+
+def _check_used(optimizer: OptimizerConfig) -> None:
+    """Refuse keys that were set but that the chosen rule or schedule does not read: nothing is ignored."""
+    default = OptimizerConfig()
+    unused = {"momentum"} if optimizer.name == "adamw" else {"beta1", "beta2", "eps"}
+    reason = {name: f"is not used by optimizer.name = {optimizer.name}" for name in unused}
+    if optimizer.schedule != "wsd":
+        reason["decay_steps"] = f"is not used by optimizer.schedule = {optimizer.schedule}"
+    if optimizer.schedule == "constant":
+        reason["final_fraction"] = "is not used by optimizer.schedule = constant"
+    if optimizer.lr_scaling == "none":
+        reason["reference_batch"] = "is not used with optimizer.lr_scaling = none"
+    for name, why in reason.items():
+        value, neutral = getattr(optimizer, name), getattr(default, name)
+        if value != neutral:
+            raise ConfigError(f"optimizer.{name}", value, why, hint=f"Leave it at {yaml_word(neutral)}.")
+
+
+def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """The config as plain nested dictionaries, as in YAML."""
+    return {name: {item.name: getattr(getattr(config, name), item.name) for item in dataclasses.fields(section)}
+            for name, section in sections().items()}
+
+
+def from_dict(values: dict[str, dict[str, Any]]) -> TrainConfig:
+    """The inverse of `to_dict`; keys that are left out keep their defaults."""
+    base = TrainConfig()
+    made = {}
+    for name in sections():
+        given = dict(values.get(name, {}))
+        if name == "parallel":
+            if given.get("sequence_parallel") is False:  # "no" and "not decided" are the same while it is not built
+                given["sequence_parallel"] = None
+            check_parallel(given)
+        made[name] = dataclasses.replace(getattr(base, name), **given)
+    return TrainConfig(**made)
+
+
+def effective_settings(config: TrainConfig) -> dict[str, str]:
+    """Every setting that is in effect and not neutral, `section.key` -> YAML word."""
+    optimizer = config.optimizer
+    unread = {"beta1", "beta2", "eps"} if optimizer.name == "sgd" else set()
+    if optimizer.schedule == "constant":
+        unread.add("final_fraction")
+    shown = {}
+    for name, values in to_dict(config).items():
+        for item, value in values.items():
+            neutral = value is None or value is False or value == "none" or item in unread
+            if name == "parallel":
+                neutral = value == getattr(ParallelConfig(), item)
+            elif name != "train":
+                neutral = neutral or value == 0
+            if not neutral:
+                shown[f"{name}.{item}"] = yaml_word(value)
+    return shown

@@ -1,0 +1,131 @@
+"""What a person sees of a run: the start panel, the progress bar or plain lines, the table at the end.
+
+Only rank 0 has one. Plain lines are used where the output is not a terminal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from pyfast.train.metrics import StepMetrics
+
+
+@dataclass(frozen=True)
+class StartInfo:
+    """What is known before the first step."""
+
+    model: str  # one line
+    parameters: int
+    data: str  # one line
+    layout: list[str]  # one line a rank
+    groups: list[str]  # one line a parameter group of the optimizer
+    settings: dict[str, str]
+    first_step: int
+    steps: int
+    log_every: int
+    notices: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EndInfo:
+    """What is known after the last step."""
+
+    title: str
+    rows: dict[str, str]
+    sample: str | None
+    next_commands: list[str]
+
+
+class Display:
+    """Draws on a rich console; all methods are cheap enough to be called every step."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False, soft_wrap=False)
+        self._progress: Progress | None = None
+        self._task = None
+        self._start: StartInfo | None = None
+        self._seconds = 0.0
+
+    def start(self, info: StartInfo) -> None:
+        """Draw the start panel and, on a terminal, the progress bar."""
+        self._start = info
+        self.console.print(Panel(_start_table(info), title="pyfast train", title_align="left", expand=False))
+        for notice in info.notices:
+            self.console.print(notice, style="yellow", markup=False)
+        if self.console.is_terminal:
+            self._progress = Progress(
+                BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+                TextColumn("lr {task.fields[rate]}"), TextColumn("{task.fields[speed]} tokens/s"),
+                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
+                console=self.console, refresh_per_second=4, speed_estimate_period=30,
+            )
+            self._task = self._progress.add_task("train", total=info.steps, completed=info.first_step - 1,
+                                                 loss="-", rate="-", speed="-")
+            self._progress.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a step: on the bar, or as a line every `log_every` steps."""
+        self._seconds += metrics.seconds
+        if self._progress is not None:
+            self._progress.update(self._task, completed=metrics.step, loss=f"{metrics.loss:.4f}",
+                                  rate=f"{metrics.learning_rate:.2e}", speed=f"{metrics.tokens_per_second:,.0f}")
+            return
+        info = self._start
+        if metrics.step in (info.first_step, info.steps) or metrics.step % info.log_every == 0:
+            done = metrics.step - info.first_step + 1
+            left = self._seconds / done * (info.steps - metrics.step)
+            self.console.print(
+                f"step {metrics.step:>{len(str(info.steps))}}/{info.steps}  loss {metrics.loss:.4f}  "
+                f"grad norm {metrics.grad_norm:.3g}  lr {metrics.learning_rate:.2e}  "
+                f"{metrics.tokens_per_second:,.0f} tokens/s  left {clock(left)}", markup=False)
+
+    def notice(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, style="yellow", markup=False)
+
+    def close(self) -> None:
+        """Take the bar down, also when the run failed."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def end(self, info: EndInfo) -> None:
+        """Draw what was done, a sample of text, and what to do next."""
+        self.close()
+        table = Table.grid(padding=(0, 2))
+        for name, value in info.rows.items():
+            table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+        self.console.print(Panel(table, title=info.title, title_align="left", expand=False))
+        if info.sample is not None:
+            self.console.print(Panel(Text(info.sample), title="a sample of what it writes", title_align="left",
+                                     expand=False))
+        if info.next_commands:
+            self.console.print("Next:")
+            for command in info.next_commands:
+                self.console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    whole = int(seconds + 0.5)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _start_table(info: StartInfo) -> Group:
+    table = Table.grid(padding=(0, 2))
+    rows = {"model": f"{info.model}, {info.parameters:,} parameters", "data": info.data,
+            "layout": "\n".join(info.layout), "optimizer": "\n".join(info.groups)}
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    for section in dict.fromkeys(name.split(".")[0] for name in info.settings):
+        words = "  ".join(f"{name.split('.', 1)[1]}={value}" for name, value in info.settings.items()
+                          if name.split(".")[0] == section)
+        table.add_row(Text(section + ".", style="bold"), Text(words))
+    return Group(table)

@@ -1,0 +1,124 @@
+"""AdamW and SGD over flat buckets: one call updates every parameter of a bucket.
+
+Parameters live in flat buffers (`pyfast.parallel.FlatBuckets`), their gradients in flat float32 ones (float64 for float64
+parameters), and so does the state here. bfloat16 parameters have a float32 master copy that is updated and rounded into
+them. The clip coefficient is a factor of the step (`grad_scale`), so no pass over the gradients is spent on clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from pyfast import ops
+from pyfast.parallel import Bucket, FlatBuckets
+from pyfast.train.config import OptimizerConfig
+
+DECAY, NO_DECAY = "decay", "no decay"
+
+
+def parameter_group(name: str, parameter: Tensor, *, decay_all: bool = False) -> str:
+    """Which optimizer group a parameter belongs to: norm weights and biases (vectors) do not decay by default."""
+    return DECAY if decay_all or parameter.dim() > 1 else NO_DECAY
+
+
+def describe_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[str]:
+    """One line a parameter group, for the start of a run."""
+    groups: dict[str, list[str]] = {}
+    for name, parameter in named_parameters:
+        groups.setdefault(parameter_group(name, parameter, decay_all=config.decay_all), []).append(name)
+    decay = {DECAY: config.weight_decay, NO_DECAY: 0.0}
+    what = {DECAY: "parameters, all of them" if config.decay_all else "matrices", NO_DECAY: "norms and biases"}
+    return [f"{config.name}, weight decay {decay[key]:g}: {len(names)} {what[key]}" for key, names in groups.items()]
+
+
+def views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+    """`flat`, laid out like the bucket's parameters, as one view per parameter name, shaped like the parameter."""
+    return {name: flat[start : start + parameter.numel()].view(parameter.shape)
+            for name, parameter, start in zip(bucket.names, bucket.parameters, bucket.offsets, strict=True)}
+
+
+class FlatOptimizer:
+    """What AdamW and SGD share: state in flat tensors beside each bucket, visible by parameter name.
+
+    buckets: a FlatBuckets grouped by `parameter_group`.
+    """
+
+    kinds: tuple[str, ...] = ()  # state tensors of the rule
+
+    def __init__(self, buckets: FlatBuckets, config: OptimizerConfig):
+        self.buckets = buckets.buckets
+        self.config = config
+        self.steps = 0
+        self._state: list[dict[str, Tensor]] = [self._new_state(bucket) for bucket in self.buckets]
+
+    def _new_state(self, bucket: Bucket) -> dict[str, Tensor]:
+        state = {kind: torch.zeros_like(bucket.main_grad) for kind in self.kinds}
+        if bucket.data.dtype != bucket.main_grad.dtype:
+            state["master"] = bucket.data.to(bucket.main_grad.dtype)
+        return state
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, grad_scale: float = 1.0) -> None:
+        """Update every parameter from its main_grad times `grad_scale`."""
+        self.steps += 1
+        for bucket, state in zip(self.buckets, self._state, strict=True):
+            decay = self.config.weight_decay if bucket.key == DECAY else 0.0
+            self._update(bucket, state, learning_rate, grad_scale, decay)
+
+    def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
+        raise NotImplementedError
+
+    def state_by_name(self) -> dict[str, dict[str, Tensor]]:
+        """kind -> parameter name -> view of this rank's state, of the parameter's local shape."""
+        result: dict[str, dict[str, Tensor]] = {}
+        for bucket, state in zip(self.buckets, self._state, strict=True):
+            for kind, flat in state.items():
+                result.setdefault(kind, {}).update(views(bucket, flat))
+        return result
+
+    def reset_masters(self) -> None:
+        """Take the parameters as they are into the master copies, after they were set from outside."""
+        for bucket, state in zip(self.buckets, self._state, strict=True):
+            if "master" in state:
+                state["master"].copy_(bucket.data)
+
+
+class AdamW(FlatOptimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as torch.optim.AdamW computes it."""
+
+    kinds = ("exp_avg", "exp_avg_sq")
+
+    def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
+        config = self.config
+        ops.adamw_(
+            bucket.data, bucket.main_grad, state["exp_avg"], state["exp_avg_sq"], step=self.steps, learning_rate=rate,
+            betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=decay, master=state.get("master"),
+            grad_scale=grad_scale,
+        )
+
+
+class SGD(FlatOptimizer):
+    """Stochastic gradient descent with momentum and an L2 term, as torch.optim.SGD computes it."""
+
+    def __init__(self, buckets: FlatBuckets, config: OptimizerConfig):
+        self.kinds = ("momentum",) if config.momentum else ()
+        super().__init__(buckets, config)
+
+    def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
+        weights = state.get("master", bucket.data)
+        step = bucket.main_grad.mul_(grad_scale) if grad_scale != 1.0 else bucket.main_grad
+        if decay:
+            step.add_(weights, alpha=decay)
+        if self.config.momentum:
+            step = state["momentum"].mul_(self.config.momentum).add_(step)
+        weights.add_(step, alpha=-rate)
+        if weights is not bucket.data:
+            bucket.data.copy_(weights)
+
+
+def make_optimizer(buckets: FlatBuckets, config: OptimizerConfig) -> FlatOptimizer:
+    """The optimizer that `config.name` names."""
+    return {"adamw": AdamW, "sgd": SGD}[config.name](buckets, config)

@@ -1,0 +1,163 @@
+"""What the screen says about a run: the facts, gathered from the trainer, for `display` to draw."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyfast.nn.layout import get_layout, split_bounds
+from pyfast.train.config import TrainConfig, effective_settings
+from pyfast.train.display import Display, EndInfo, StartInfo, clock
+from pyfast.train.metrics import FILE_NAME, StepMetrics
+from pyfast.train.optimizer import describe_groups
+
+SAMPLE_TOKENS = 160
+SAMPLE_PROMPT = "def "
+RANKS_DRAWN = 16
+
+
+class Reporter:
+    """Shows one run on a `Display`. `command`: what the user typed, to be repeated with changes."""
+
+    def __init__(self, display: Display, command: str = "pyfast train"):
+        self.display = display
+        self.command = command
+
+    def start(self, trainer: Any, start: Any, moved_to: Path | None) -> None:
+        """Draw the panel of what is about to run."""
+        self.display.start(start_info(trainer, start, moved_to))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        self.display.step(metrics)
+
+    def close(self) -> None:
+        """Take the progress bar down."""
+        self.display.close()
+
+    def end(self, trainer: Any, result: Any, sample: str | None) -> None:
+        """Draw what was done and what to do next."""
+        self.display.end(end_info(trainer, result, sample, self.command))
+
+
+def start_info(trainer: Any, start: Any, moved_to: Path | None) -> StartInfo:
+    """The facts of the start panel."""
+    config, model = trainer.config, trainer.model_config
+    dataset = trainer.dataset
+    notices = list(start.notices)
+    if start.path is not None:
+        notices.insert(0, f"Resumed from {shown(start.path)}: {start.step} of {config.train.steps} steps are done.")
+    if moved_to is not None:
+        notices.append(f"Lines of {FILE_NAME} for later steps were moved to {shown(moved_to)}.")
+    named = list(trainer.model.named_parameters())
+    return StartInfo(
+        model=f"{model.layers} layers, width {model.width}, {model.heads} heads / {model.kv_heads} kv of {model.head_size}, "
+              f"ffn {model.ffn_width}, vocabulary {model.vocab}",
+        parameters=sum(torch.Size(get_layout(parameter).shape).numel() for _, parameter in named),
+        data=f"{dataset.tokens:,} tokens in {dataset.documents:,} documents, {dataset.rows:,} sequences of "
+             f"{dataset.sequence_length}; this run reads {dataset.epoch(config.train.steps):.2g} times all of it",
+        layout=[f"{trainer.world_size} ranks x {torch.get_num_threads()} threads"] + draw_layout(config, model),
+        groups=describe_groups(named, config.optimizer),
+        settings=effective_settings(config),
+        first_step=trainer.step + 1, steps=config.train.steps, log_every=config.log.every, notices=notices,
+    )
+
+
+def draw_layout(config: TrainConfig, model: Any) -> list[str]:
+    """One line a rank: its place in the mesh and what it holds."""
+    sizes, order = config.parallel.sizes(), config.parallel.order.split("-")
+    places = itertools.product(*(range(sizes[name]) for name in reversed(order)))
+    lines = []
+    for rank, place in enumerate(places):
+        if rank == RANKS_DRAWN:
+            lines.append("...")
+            break
+        where = dict(zip(reversed(order), place, strict=True))
+        holds = _tensor_share(model, sizes["tp"], where["tp"])
+        if sizes["dp"] > 1:
+            low, high = split_bounds(config.train.global_batch, sizes["dp"], where["dp"])
+            holds += f", {high - low} of {config.train.global_batch} sequences a step"
+        cut = " ".join(f"{name} {where[name]}" for name in order if sizes[name] > 1)
+        lines.append(f"rank {rank}{f' ({cut})' if cut else ''}: {holds}")
+    return lines
+
+
+def _tensor_share(model: Any, ranks: int, rank: int) -> str:
+    if ranks == 1:
+        return "the whole model"
+    parts = {"heads": model.heads, "kv heads": model.kv_heads, "ffn": model.ffn_width, "vocabulary": model.vocab}
+    words = []
+    for name, length in parts.items():
+        low, high = split_bounds(length, ranks, rank)
+        words.append(f"{name} {low}-{high - 1}" if high - low > 1 else f"{name} {low}")
+    return ", ".join(words)
+
+
+def end_info(trainer: Any, result: Any, sample: str | None, command: str) -> EndInfo:
+    """The facts of the last table and the next commands."""
+    config = trainer.config
+    rows = {"steps": f"{result.step} of {config.train.steps}"}
+    if result.last is not None:
+        tokens = (result.last.step - result.first.step + 1) * result.last.tokens
+        rows["loss"] = f"{result.first.loss:.4f} at step {result.first.step}, {result.last.loss:.4f} at step " \
+                       f"{result.last.step} (nats per token)"
+        rows["speed"] = f"{tokens:,} tokens in {clock(result.seconds)}, {tokens / result.seconds:,.0f} tokens/s"
+        rows["memory"] = f"{result.last.memory_bytes / 2**20:,.0f} MiB on rank 0, at most"
+    rows["checkpoint"] = shown(result.checkpoint) if result.checkpoint else "none (checkpoint.directory = null)"
+    rows["metrics"] = shown(Path(config.log.directory) / FILE_NAME)
+    titles = {"finished": "done", "stopped": "stopped before the end", "nothing to do": "this run is finished already"}
+    return EndInfo(titles[result.status], rows, sample, _next_commands(config, result, command))
+
+
+def _next_commands(config: TrainConfig, result: Any, command: str) -> list[str]:
+    if result.status == "stopped":
+        if result.checkpoint is None:
+            return [f"{command}    # starts anew: no checkpoint was kept"]
+        return [f"{command}    # goes on from step {result.step}"]
+    directory = config.log.directory.rstrip("/")
+    commands = [f"{with_option(command, '--train.steps', str(2 * config.train.steps))}    # train on",
+                f"{with_option(command, '--log.directory', directory + '-2')}    # start anew beside it"]
+    if result.status == "finished" and result.checkpoint is not None:
+        commands.insert(0, f"pyfast convert {shown(result.checkpoint)} {shown(Path(config.log.directory) / 'hugging-face')}"
+                           "    # for transformers")
+    if config.data.paths is None:
+        commands.append("pyfast train --data.paths my-text.txt --log.directory my-run    # on your own text")
+    return commands
+
+
+def with_option(command: str, option: str, value: str) -> str:
+    """The command with `option value`, in place of what it said about that option."""
+    words, kept = shlex.split(command), []
+    while words:
+        word = words.pop(0)
+        if word == option:
+            del words[:1]
+        elif not word.startswith(option + "="):
+            kept.append(word)
+    return shlex.join([*kept, option, value])
+
+
+def sample_text(trainer: Any, tokens: int = SAMPLE_TOKENS) -> str:
+    """Text the model writes after a short prompt. A collective: all ranks call it and all get the same text."""
+    from pyfast.models import generate
+
+    tokenizer = trainer.tokenizer
+    ids = torch.from_numpy(tokenizer.encode(SAMPLE_PROMPT).astype("int64")).unsqueeze(0)
+    room = trainer.model_config.max_positions - ids.shape[1]
+    if room < 1:
+        return ""
+    written = generate(trainer.model, ids, min(tokens, room), temperature=0.7, seed=trainer.config.train.seed)
+    kept = [token for token in written[0].tolist() if token < tokenizer.vocab_size]
+    text = tokenizer.decode(kept)
+    return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{REPLACEMENT CHARACTER}" for mark in text)
+
+
+def shown(path: str | Path) -> str:
+    """A path as it is shorter to read: relative when it lies below the current directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,156 @@
+"""Where a run starts: anew, from its own last checkpoint, or from one that is named; and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterator
+
+from torch import nn
+
+from pyfast.models import TransformerConfig
+from pyfast.parallel import ParallelMesh
+from pyfast.train.config import TrainConfig, to_dict
+from pyfast.train.errors import ConfigError, TrainingError, as_training_error, yaml_word
+from pyfast.train.metrics import FILE_NAME
+from pyfast.train.optimizer import FlatOptimizer
+from pyfast.train.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pyfast.parallel import CheckpointState
+
+# Keys that may differ between a checkpoint and the run that goes on from it without changing what is computed.
+_FREE = {"checkpoint", "log"}
+# Keys of the model that may differ: they change neither the tensors nor what they mean.
+_NOT_THE_MODEL = {"max_positions", "residual_dtype", "initial_std"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the run starts. `step`: steps done before; `path`: the checkpoint to load; `notices`: what to tell."""
+
+    step: int = 0
+    path: Path | None = None
+    notices: tuple[str, ...] = ()
+
+
+def find_start(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer) -> Start:
+    """Decide from the files that are there; reads only. Raises `TrainingError` rather than let a run be written over."""
+    directory, resume = config.checkpoint_directory, config.checkpoint.resume
+    if resume == "never":
+        _refuse_to_write_over(config)
+        return Start()
+    own = _latest(directory)
+    path = own if resume == "auto" else _named_checkpoint(resume)
+    if path is None:
+        return Start()
+    metadata = _read(path)
+    _check_same_run(config, model, tokenizer, metadata)
+    if own is not None and _read(own).step > metadata.step:
+        raise ConfigError("checkpoint.resume", resume, f"{directory} holds later checkpoints (up to {own.name})",
+                          hint="Give another --log.directory to branch off, or resume from the last one.")
+    return Start(metadata.step, path, tuple(_changes(config, metadata.config or {})))
+
+
+def _read(path: Path) -> Any:
+    from pyfast.parallel import read_metadata
+
+    with checkpoint_errors():
+        return read_metadata(path)
+
+
+@contextmanager
+def checkpoint_errors() -> Iterator[None]:
+    """Turn what can go wrong with files of a checkpoint (damaged, disk full) into an error without a traceback."""
+    from pyfast.parallel import CheckpointError
+
+    try:
+        yield
+    except (CheckpointError, FileExistsError) as error:
+        raise as_training_error(error) from error
+
+
+def _named_checkpoint(name: str) -> Path:
+    path = Path(name)
+    if not path.exists():
+        raise ConfigError("checkpoint.resume", name, "there is no such path",
+                          hint="Allowed are auto, never, a checkpoint, or a directory of checkpoints.")
+    # A checkpoint is a directory step-NNNNNNNN; anything else is a directory of them.
+    found = path if path.name.startswith("step-") else _latest(path)
+    if found is None:
+        raise ConfigError("checkpoint.resume", name, "there is no complete checkpoint in it")
+    return found
+
+
+def _latest(directory: str | Path | None) -> Path | None:
+    """The newest checkpoint of a directory; checkpoints are not even imported when there is no such directory."""
+    if directory is None or not Path(directory).is_dir():
+        return None
+    from pyfast.parallel import latest
+
+    return latest(directory)
+
+
+def _refuse_to_write_over(config: TrainConfig) -> None:
+    directory, metrics = config.checkpoint_directory, Path(config.log.directory) / FILE_NAME
+    found = [str(metrics)] if metrics.exists() and metrics.stat().st_size else []
+    if (checkpoint := _latest(directory)) is not None:
+        found.append(str(checkpoint))
+    if found:
+        raise ConfigError("checkpoint.resume", "never", f"there is a run already: {' and '.join(found)}",
+                          hint="Nothing is written over: give another --log.directory, or --checkpoint.resume auto.")
+
+
+def _check_same_run(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer, metadata: Any) -> None:
+    """Raise `TrainingError` when the checkpoint is of another model or another tokenizer."""
+    theirs, ours = (metadata.config or {}).get("transformer", {}), dataclasses.asdict(model)
+    other = [f"model.{name} is {yaml_word(ours[name])}, in the checkpoint {yaml_word(theirs[name])}"
+             for name in ours if name in theirs and ours[name] != theirs[name] and name not in _NOT_THE_MODEL]
+    what_to_do = "Use the checkpoint's values, or start anew with another --log.directory."
+    fingerprint = metadata.scalars.get("tokenizer")
+    if fingerprint is not None and fingerprint != tokenizer.fingerprint:
+        name = (metadata.config or {}).get("data", {}).get("tokenizer")
+        raise TrainingError(f"{metadata.path} was trained with another tokenizer (data.tokenizer {name}); this run has "
+                            f"data.tokenizer {config.data.tokenizer}. {what_to_do}")
+    if other:
+        raise TrainingError(f"{metadata.path} is a checkpoint of another model: {'; '.join(other)}. {what_to_do}")
+
+
+def _changes(config: TrainConfig, theirs: dict[str, Any]) -> list[str]:
+    """A line naming every key that differs from the checkpoint's, since the run then is not the one it continues."""
+    changed = []
+    for section, values in to_dict(config).items():
+        for name, value in values.items():
+            before = theirs.get(section, {}).get(name, value)
+            if section not in _FREE and value != before and name != "processes":
+                changed.append(f"{section}.{name} {yaml_word(before)} -> {yaml_word(value)}")
+    return [f"Changed since the checkpoint: {', '.join(changed)}"] if changed else []
+
+
+def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer | None, scalars: dict[str, Any]) -> CheckpointState:
+    """What is saved: parameters and optimizer state by name, and the plain values. No optimizer: the model alone."""
+    from pyfast.parallel import CheckpointState
+
+    state = None if optimizer is None else optimizer.state_by_name()
+    return CheckpointState(dict(model.named_parameters()), state, scalars)
+
+
+def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: ParallelMesh) -> None:
+    """Fill model and optimizer from a checkpoint; one without optimizer state (a converted model) starts it anew."""
+    from pyfast.parallel import load
+
+    complete = any(name.startswith("optimizer.") for name in _read(path).tensors)
+    stateless = not [kind for kind in optimizer.state_by_name() if kind != "master"]
+    state = checkpoint_state(model, optimizer if complete or stateless else None, {})
+    with checkpoint_errors():
+        load(path, state, mesh)
+    if state.optimizer_state is None:
+        optimizer.reset_masters()
+    optimizer.steps = state.scalars.get("optimizer_steps", 0)
+
+
+def recorded_config(config: TrainConfig, model: TransformerConfig) -> dict[str, Any]:
+    """What a checkpoint says about its run: every key, and the model with all that follows from them."""
+    return {**to_dict(config), "transformer": dataclasses.asdict(model)}

@@ -1,0 +1,241 @@
+"""The training loop.
+
+One rule for scale (DESIGN.md): the loss of a step is the sum of its tokens' cross entropies over the number of valid tokens
+of the whole global batch. That number is summed over all ranks before the first backward; every backward is divided by it,
+and gradients are then only ever summed. So neither the micro-batch nor the layout can change a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyfast.models import Transformer
+from pyfast.parallel import FlatBuckets, ParallelMesh, clip_coefficient
+from pyfast.train.config import TrainConfig, resolve
+from pyfast.train.data import load_dataset
+from pyfast.train.errors import NonFiniteLoss, as_training_error
+from pyfast.train.metrics import MetricsWriter, StepMetrics, memory_bytes
+from pyfast.train.model import transformer_config
+from pyfast.train.optimizer import make_optimizer, parameter_group
+from pyfast.train.resume import Start, checkpoint_errors, checkpoint_state, find_start, load_state, recorded_config
+from pyfast.train.schedule import learning_rate
+from pyfast.train.stop import Stop
+from pyfast.train.tokenizer import load_tokenizer
+
+FINISHED, STOPPED, NOTHING_TO_DO = "finished", "stopped", "nothing to do"
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How `Trainer.fit` ended. `first` and `last`: metrics of its first and last step, None if it took none."""
+
+    status: str  # "finished", "stopped" (a signal) or "nothing to do" (the run was finished before)
+    step: int  # steps done, those before a resume included
+    checkpoint: Path | None
+    first: StepMetrics | None = None
+    last: StepMetrics | None = None
+    seconds: float = 0.0
+
+
+class Trainer:
+    """Trains one model as a `TrainConfig` says; one object on every rank of the run.
+
+    Args:
+        config: see `TrainConfig`. Checked against the number of ranks here.
+        rank, world_size: of this process; None: those of torch.distributed, (0, 1) when it is not initialized.
+        stop: ends the run after the current step once it is requested on any rank.
+        display: shows progress (rank 0); None: nothing is printed.
+
+    Raises `ConfigError` for impossible values. `fit` raises `TrainingError` for data, models and checkpoints that do not
+    fit together, and `NonFiniteLoss`.
+    """
+
+    def __init__(self, config: TrainConfig, *, rank: int | None = None, world_size: int | None = None,
+                 stop: Stop | None = None, display: Any = None):
+        joined = dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if joined else 0
+        self.world_size = world_size if world_size is not None else dist.get_world_size() if joined else 1
+        self.config = resolve(config, self.world_size)
+        self.stop = stop or Stop()
+        self.display = display
+        self.step = 0
+        self.saved: Path | None = None
+
+    def fit(self) -> FitResult:
+        """Train from where the run stands to `train.steps`, or until a stop is requested."""
+        try:
+            start = self._set_up()
+        except (ValueError, OSError, ImportError) as error:
+            raise as_training_error(error) from error
+        if self.step >= self.config.train.steps:
+            return FitResult(NOTHING_TO_DO, self.step, self.saved)
+        writer = MetricsWriter(self.config.log.directory, last_step=self.step) if self.rank == 0 else None
+        try:
+            if self.display is not None:
+                self.display.start(self, start, writer.moved_to)
+            return self._loop(writer)
+        finally:
+            if writer is not None:
+                writer.close()
+            if self.display is not None:
+                self.display.close()
+
+    # Setting up.
+
+    def _set_up(self) -> Start:
+        config = self.config
+        self.mesh = ParallelMesh.create(config.parallel, rank=self.rank, world_size=self.world_size)
+        self.tokenizer = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
+        self.model_config = transformer_config(config, self.tokenizer)
+        start = self._find_start()
+        self.dataset = load_dataset(
+            config.data.path_list(), self.tokenizer, sequence_length=config.train.sequence_length,
+            micro_batch=config.train.micro_batch, global_batch=config.train.global_batch, seed=config.train.seed,
+            vocab=self.model_config.vocab, mask_prompt=config.data.mask_prompt,
+        )
+        self.dtype = getattr(torch, config.train.dtype)
+        self.model = Transformer(self.model_config, mesh=self.mesh, dtype=self.dtype, seed=config.train.seed)
+        self.buckets = FlatBuckets(
+            self.model.named_parameters(), self.mesh,
+            group_of=lambda name, p: parameter_group(name, p, decay_all=config.optimizer.decay_all),
+        )
+        self.optimizer = make_optimizer(self.buckets, config.optimizer)
+        self._load(start)
+        return start
+
+    def _find_start(self) -> Start:
+        """Rank 0 looks at the files, all ranks take its answer or raise its error."""
+        answer: Start | Exception | None = None
+        if self.rank == 0:
+            try:
+                answer = find_start(self.config, self.model_config, self.tokenizer)
+            except Exception as error:
+                answer = error
+        answer = self.mesh.group("world").all_gather_object(answer, name="find checkpoint")[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _load(self, start: Start) -> None:
+        if start.path is None:
+            return
+        load_state(start.path, self.model, self.optimizer, self.mesh)
+        self.step, self.saved = start.step, start.path
+
+    # The loop.
+
+    def _loop(self, writer: MetricsWriter | None) -> FitResult:
+        config, began = self.config, time.perf_counter()
+        first = last = None
+        while self.step < config.train.steps:
+            metrics = self._train_step(self.step + 1)
+            if metrics is None:
+                break
+            self.step += 1
+            first, last = first or metrics, metrics
+            if writer is not None:
+                writer.write(metrics)
+            if self.display is not None:
+                self.display.step(metrics)
+            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+                self._save()
+        self._save()
+        status = FINISHED if self.step == config.train.steps else STOPPED
+        return FitResult(status, self.step, self.saved, first, last, time.perf_counter() - began)
+
+    def _train_step(self, step: int) -> StepMetrics | None:
+        """One optimizer step; None when some rank was asked to stop before it began."""
+        began = time.perf_counter()
+        batches = self._batches(step)
+        valid = self._agree(sum(batch.valid for batch in batches))
+        if valid is None:
+            return None
+        loss = self._forward_backward(batches, valid)
+        norm = self.buckets.grad_norm()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._fail(step, loss, norm)
+        config = self.config
+        rate = learning_rate(step, config.train.steps, config.optimizer, global_batch=config.train.global_batch)
+        limit = config.optimizer.clip_norm
+        self.optimizer.step(rate, 1.0 if limit is None else clip_coefficient(norm, limit))
+        seconds = time.perf_counter() - began
+        tokens = config.train.global_batch * config.train.sequence_length
+        return StepMetrics(step, loss, norm, rate, tokens, tokens / seconds, seconds, memory_bytes())
+
+    def _batches(self, step: int) -> list[Any]:
+        rank, ranks = self.mesh.coordinate("dp"), self.mesh.size("dp")
+        return [self.dataset.batch(step - 1, index, rank, ranks) for index in range(self.dataset.micro_batches(ranks))]
+
+    def _agree(self, valid: int) -> int | None:
+        """Valid tokens of the global batch; None when a rank was asked to stop. One small all-reduce for both.
+
+        Signals reach the ranks at different steps: only what all of them know can end the run.
+        """
+        group = self.mesh.group("world")
+        if group.size == 1:
+            return None if self.stop.requested else valid
+        # Ranks of one tensor-parallel group read the same tokens: one of them counts.
+        counts = self.mesh.coordinate("tp") == 0
+        numbers = torch.tensor([float(valid if counts else 0), float(self.stop.requested)], dtype=torch.float64)
+        group.all_reduce(numbers, name="valid tokens")
+        total, stops = numbers.tolist()
+        return None if stops else int(total)
+
+    def _forward_backward(self, batches: list[Any], valid: int) -> float:
+        """Accumulate the gradients of the step into the buckets; returns the global mean loss."""
+        scale = torch.tensor(1.0 / max(valid, 1), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
+        group, pending = self.mesh.group("dp-cp"), None
+        for index, batch in enumerate(batches):
+            loss = self.model.loss(batch.ids, batch.labels, cu_seqlens=batch.cu_seqlens, positions=batch.positions)
+            total += loss.detach()
+            last = index == len(batches) - 1
+            if last:  # under way during the backward, like the gradients
+                pending = group.all_reduce(total, name="loss", async_op=True)
+            self.buckets.start_micro_batch(last=last)
+            loss.backward(scale.to(loss.dtype))
+        pending.wait()
+        self.buckets.finish()
+        return float(total) / max(valid, 1)
+
+    def _fail(self, step: int, loss: float, norm: float) -> None:
+        """Raise `NonFiniteLoss`, the same on every rank, naming the first parameter whose gradient is not finite."""
+        names = [name for name, parameter in self.model.named_parameters()
+                 if not bool(torch.isfinite(self.buckets.main_grad(parameter)).all())]
+        order = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
+        found = [name for part in self.mesh.group("world").all_gather_object(names, name="non-finite") for name in part]
+        where = f"the first parameter with a non-finite gradient is {min(found, key=order.get)}" if found else \
+            "every gradient is finite"
+        kept = f"The checkpoint of step {self._saved_step()} is kept at {self.saved}" if self.saved else \
+            "There is no checkpoint yet"
+        raise NonFiniteLoss(
+            f"Step {step}: the loss is {loss:g} and the gradient norm {norm:g}; {where}. The step was not applied. {kept}. "
+            "Try a lower optimizer.learning_rate, more optimizer.warmup_steps, or optimizer.clip_norm 1."
+        )
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        """Save the state after `self.step` steps, once."""
+        directory = self.config.checkpoint_directory
+        if directory is None or self.step == 0 or self._saved_step() == self.step:
+            return
+        scalars = {"optimizer_steps": self.optimizer.steps, "tokenizer": self.tokenizer.fingerprint,
+                   "data": self.dataset.fingerprint}
+        from pyfast.parallel import save
+
+        with checkpoint_errors():  # such as a full disk; the checkpoints before are intact
+            self.saved = save(
+                directory, self.step, checkpoint_state(self.model, self.optimizer, scalars), self.mesh,
+                keep_last=self.config.checkpoint.keep_last, config=recorded_config(self.config, self.model_config),
+            )
+
+    def _saved_step(self) -> int:
+        return int(self.saved.name.removeprefix("step-")) if self.saved else -1

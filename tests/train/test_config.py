@@ -1,0 +1,197 @@
+"""Keys, their limits, and the errors a person reads: key, value, what is allowed, the closest key."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from pyfast.parallel import ParallelConfig
+from pyfast.train.arguments import all_keys, format_help, parse
+from pyfast.train.config import TrainConfig, effective_settings, from_dict, resolve, to_dict
+from pyfast.train.errors import ConfigError, TrainingError
+
+DESIGN_KEYS = """
+model layers width heads kv_heads head_size ffn_width vocab tied_embeddings qk_norm rope_theta window
+model experts experts_per_token expert_width shared_experts moe_every aux_loss_weight z_loss_weight capacity_factor
+data paths tokenizer mask_prompt
+parallel tensor context pipeline virtual_pipeline data expert expert_tensor zero sequence_parallel schedule
+parallel layers_per_stage order context_method
+train steps sequence_length micro_batch global_batch dtype seed recompute processes
+optimizer name learning_rate schedule warmup_steps weight_decay clip_norm lr_scaling reference_batch
+checkpoint directory every keep_last resume asynchronous
+log directory every prometheus tensorboard timeline
+"""
+
+
+def error_of(*arguments: str, ranks: int | None = None) -> str:
+    with pytest.raises(TrainingError) as caught:
+        config = parse(arguments)
+        resolve(config, ranks or config.processes)
+    assert caught.value.exit_code == 2
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_every_key_of_the_design_exists():
+    for line in DESIGN_KEYS.strip().splitlines():
+        section, *keys = line.split()
+        for key in keys:
+            assert f"{section}.{key}" in all_keys()
+
+
+def test_the_default_is_two_tensor_parallel_processes():
+    config = parse([])
+    assert config == TrainConfig()
+    assert (config.parallel.tensor, config.processes) == (2, 2)
+    assert resolve(config, 2).parallel.data == 1
+
+
+def test_a_file_and_the_command_line_set_keys_and_the_later_one_wins(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {layers: 7, rope_theta: 1e6}\ndata: {paths: [a.txt, b.txt]}\noptimizer: {clip_norm: 1.0}\n")
+    config = parse(["--config", str(file), "--model.layers", "3", "--log.directory=out"])
+    assert (config.model.layers, config.model.rope_theta, config.log.directory) == (3, 1e6, "out")
+    assert config.data.path_list() == ["a.txt", "b.txt"]
+    assert config.optimizer.clip_norm == 1.0
+    assert parse(["--model.layers", "3", "--config", str(file)]).model.layers == 7
+
+
+def test_a_config_that_does_not_mention_clipping_clips_nothing():
+    assert parse([]).optimizer.clip_norm is None
+    assert "optimizer.clip_norm" not in effective_settings(parse([]))
+
+
+def test_effective_settings_are_those_that_are_not_neutral():
+    shown = effective_settings(parse(["--optimizer.clip_norm", "1", "--parallel.data", "2"]))
+    assert shown["optimizer.clip_norm"] == "1.0" and shown["parallel.data"] == "2" and shown["parallel.tensor"] == "2"
+    assert not {"parallel.pipeline", "model.experts", "train.recompute", "optimizer.momentum"} & set(shown)
+
+
+def test_the_printed_config_is_the_config(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--model.layers", "5", "--data.paths", "[a, b]", "--print_config"])
+    assert caught.value.code == 0
+    config = from_dict(yaml.safe_load(capsys.readouterr().out))
+    assert config == parse(["--model.layers", "5", "--data.paths", "[a, b]"])
+
+
+def test_a_config_survives_being_written_as_a_dictionary():
+    config = parse(["--model.qk_norm", "true", "--parallel.data", "4", "--optimizer.name", "sgd"])
+    assert from_dict(to_dict(config)) == config
+
+
+def test_help_has_one_entry_a_key_with_default_and_limits(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in all_keys():
+        assert text.count(f"--{name} ") == 1
+    assert "at least 1" in text and "adamw | sgd" in text and "[pyfast-run]" in text
+    assert max(map(len, format_help(120).splitlines())) <= 120
+
+
+@pytest.mark.parametrize("arguments, parts", [
+    (["--model.layers", "three"], ["model.layers", "'three'", "integer, at least 1"]),
+    (["--model.layers", "0"], ["model.layers", "= 0", "at least 1"]),
+    (["--model.layers", "2.5"], ["model.layers", "2.5", "integer"]),
+    (["--train.dtype", "int8"], ["train.dtype", "'int8'", "float32 | bfloat16 | float64"]),
+    (["--optimizer.learning_rate", "-1"], ["optimizer.learning_rate", "-1", "at least 0"]),
+    (["--optimizer.learning_rate", "nan"], ["optimizer.learning_rate", "nan"]),
+    (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm", "greater than 0"]),
+    (["--parallel.tensor", "0"], ["parallel.tensor", "= 0", "at least 1"]),
+    (["--parallel.order", "tp-dp"], ["parallel.order", "'tp-dp'", "tp, cp, pp and dp"]),
+    (["--model.layerz", "3"], ["model.layerz", "Did you mean model.layers?"]),
+    (["--steps", "3"], ["steps", "Did you mean train.steps?"]),
+    (["--modell.layers", "3"], ["modell.layers", "Did you mean model.layers?"]),
+    (["extra"], ["extra"]),
+    (["--model.heads", "5", "--model.kv_heads", "2"], ["model.kv_heads", "= 2", "model.heads = 5"]),
+    (["--model.width", "100", "--model.heads", "6"], ["model.heads", "= 6", "model.width = 100"]),
+    (["--optimizer.momentum", "0.9"], ["optimizer.momentum", "not used", "adamw"]),
+    (["--optimizer.name", "sgd", "--optimizer.beta1", "0.8"], ["optimizer.beta1", "not used", "sgd"]),
+    (["--optimizer.lr_scaling", "linear"], ["optimizer.reference_batch", "must be given"]),
+    (["--train.global_batch", "6", "--train.micro_batch", "4"], ["train.global_batch", "= 6", "multiple of"]),
+])
+def test_a_wrong_key_or_value_is_one_paragraph_that_names_it(arguments, parts):
+    text = error_of(*arguments)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize("content, parts", [
+    ("model: {layerz: 3}", ["model.layerz", "Did you mean model.layers?"]),
+    ("model: {layers: [3]}", ["model.layers", "[3]", "integer"]),
+    ("modell: {layers: 3}", ["modell.layers", "Did you mean model.layers?"]),
+    ("model: [", ["parsing"]),
+])
+def test_a_wrong_file_is_one_paragraph(tmp_path, content, parts):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    text = error_of("--config", str(file))
+    for part in parts:
+        assert part in text
+
+
+def test_a_missing_file_is_named():
+    assert "/no/such/file.yaml" in error_of("--config", "/no/such/file.yaml")
+
+
+@pytest.mark.parametrize("key, value", [
+    ("model.experts", "8"), ("model.window", "128"), ("model.aux_loss_weight", "0.01"), ("model.capacity_factor", "1.25"),
+    ("parallel.context", "2"), ("parallel.pipeline", "2"), ("parallel.virtual_pipeline", "2"), ("parallel.expert", "2"),
+    ("parallel.expert_tensor", "2"), ("parallel.zero", "1"), ("parallel.sequence_parallel", "true"),
+    ("parallel.schedule", "1f1b"), ("parallel.layers_per_stage", "[2, 2]"), ("parallel.context_method", "ring"),
+    ("train.recompute", "true"), ("train.dtype", "float16"), ("optimizer.name", "muon"),
+    ("checkpoint.asynchronous", "true"), ("log.prometheus", "9000"), ("log.tensorboard", "true"), ("log.timeline", "true"),
+])
+def test_keys_of_later_features_are_refused_and_never_ignored(key, value):
+    text = error_of(f"--{key}", value)
+    assert "not supported yet" in text and key in text
+
+
+def test_neutral_values_of_later_keys_are_accepted():
+    parse(["--parallel.sequence_parallel", "false", "--parallel.zero", "0", "--train.recompute", "null",
+           "--model.experts", "0", "--parallel.pipeline", "1"])
+
+
+@pytest.mark.parametrize("arguments, ranks, parts", [
+    ([], 3, ["3", "multiple of 2"]),
+    (["--parallel.data", "2"], 2, ["2", "= 4"]),
+    (["--parallel.tensor", "1", "--parallel.data", "3", "--train.global_batch", "9", "--train.micro_batch", "1"], 4, ["4", "3"]),
+])
+def test_the_number_of_ranks_must_be_the_product_of_the_layout(arguments, ranks, parts):
+    text = error_of(*arguments, ranks=ranks)
+    for part in parts:
+        assert part in text
+
+
+def test_ranks_that_are_left_become_data_parallel():
+    assert resolve(parse(["--train.micro_batch", "1"]), 8).parallel == ParallelConfig(tensor=2, data=4)
+    assert parse(["--train.processes", "4"]).processes == 4
+
+
+@pytest.mark.parametrize("key, heads", [("model.heads", ["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96"]),
+                                        ("model.kv_heads", ["--model.kv_heads", "1"])])
+def test_heads_must_divide_over_the_tensor_parallel_ranks(key, heads):
+    text = error_of(*heads)
+    assert key in text and "parallel.tensor = 2" in text
+
+
+def test_a_config_made_in_python_is_checked_alike():
+    with pytest.raises(ConfigError, match="model.layers.*'4'.*integer"):
+        dataclasses.replace(TrainConfig().model, layers="4")
+    with pytest.raises(ConfigError, match="not supported yet"):
+        dataclasses.replace(TrainConfig().model, experts=4)
+
+
+def test_errors_survive_the_way_between_processes():
+    import pickle
+
+    for arguments in (["--model.layers", "0"], ["--model.experts", "8"], ["--model.layerz", "1"]):
+        with pytest.raises(TrainingError) as caught:
+            parse(arguments)
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert (type(copy), str(copy), copy.exit_code) == (type(caught.value), str(caught.value), 2)

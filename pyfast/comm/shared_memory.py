@@ -41,6 +41,7 @@ _SLOT_BYTES = 1 << 22
 _SEGMENT_BYTES = _HEADER_BYTES + 2 * _SLOT_BYTES
 # Counters in the header, as indices of 8-byte words, each in a cache line of its own.
 _PUBLISHED, _REDUCED, _FAILED = 0, 16, 32
+_LENGTH = 8  # and 9: bytes published in slot 0 and 1, beside the counter that announces them
 
 # Waiting: poll, then yield the core (ranks may outnumber cores: a pure spin costs a scheduler slice), then sleep.
 _SPINS = 200
@@ -115,7 +116,7 @@ class SharedMemory:
             start = 0
             rows = out.view(self._size, -1)
             for (piece,) in _pieces(tensor.view(-1)):
-                self._publish([piece])
+                self._publish([piece], piece.nbytes)
                 for rank, slot in enumerate(self._arrived(piece)):
                     rows[rank, start : start + piece.numel()].copy_(slot)
                 start += piece.numel()
@@ -129,9 +130,8 @@ class SharedMemory:
             flat = out.view(-1)
             blocks = [tensor[rank].view(-1) for rank in range(self._size)]
             for result, *pieces in _pieces(flat, *blocks, limit=_SLOT_BYTES // self._size):
-                self._publish(pieces)
-                length = result.numel()
-                slots = self._arrived(result, offset=self._rank * length)
+                self._publish(pieces, result.nbytes * self._size)
+                slots = self._arrived(result, offset=self._rank * result.numel())
                 combine(slots, result, "sum")
 
         return finish
@@ -141,7 +141,7 @@ class SharedMemory:
 
         def finish() -> None:
             for (piece,) in _pieces(tensor.view(-1)):
-                self._publish([piece] if self._rank == src else [])
+                self._publish([piece] if self._rank == src else [], piece.nbytes)
                 slots = self._arrived(piece)
                 if self._rank != src:
                     piece.copy_(slots[src])
@@ -155,12 +155,12 @@ class SharedMemory:
     # --- one piece, at most a slot ------------------------------------------------------------------------------------
 
     def _reduce_pair(self, piece: Tensor, result: Tensor, op: str) -> None:
-        self._publish([piece])
+        self._publish([piece], piece.nbytes)
         theirs = self._arrived(piece)[1 - self._rank]
         combine([piece, theirs], result, op)  # two numbers add to the same bits in either order
 
     def _reduce_parts(self, piece: Tensor, result: Tensor, op: str) -> None:
-        self._publish([piece])
+        self._publish([piece], piece.nbytes)
         parts = [torch.tensor_split(slot, self._size) for slot in self._arrived(piece)]
         # in place: of this rank's slot the others read every part but this one
         combine([parts[rank][self._rank] for rank in range(self._size)], parts[self._rank][self._rank], op)
@@ -169,19 +169,30 @@ class SharedMemory:
             self._wait(rank, _REDUCED)
             target.copy_(parts[rank][rank])
 
-    def _publish(self, pieces: Sequence[Tensor]) -> None:
-        """Put `pieces`, one after the other, into this rank's next slot, and raise its counter."""
+    def _publish(self, pieces: Sequence[Tensor], length: int) -> None:
+        """Put `pieces`, one after the other, into this rank's next slot, and raise its counter.
+
+        `length` is the number of bytes this rank takes part with, which must be every rank's.
+        """
         self._epoch += 1
         slot, start = self._slots[self._rank][self._epoch & 1], 0
         for piece in pieces:
             slot[start : start + piece.nbytes].view(piece.dtype).copy_(piece)
             start += piece.nbytes
+        self._words[self._rank][_LENGTH + (self._epoch & 1)] = length
         self._words[self._rank][_PUBLISHED] = self._epoch
 
     def _arrived(self, like: Tensor, offset: int = 0) -> list[Tensor]:
         """Wait for every rank, then view `like.numel()` elements of each slot, from element `offset`."""
-        for rank in range(self._size):
+        length = _LENGTH + (self._epoch & 1)
+        for rank, words in enumerate(self._words):
             self._wait(rank, _PUBLISHED)
+            if words[length] != self._words[self._rank][length]:
+                raise ValueError(
+                    f"rank {self._ranks[rank]} brought {words[length]} bytes, rank {self._ranks[self._rank]} "
+                    f"{self._words[self._rank][length]}: the ranks disagree on a collective's shape or dtype; groups "
+                    "made with checked=True say which"
+                )
         place = slice(offset * like.itemsize, offset * like.itemsize + like.nbytes)
         return [slots[self._epoch & 1][place].view(like.dtype) for slots in self._slots]
 

@@ -72,6 +72,27 @@ def test_any_sequence_without_barriers(ranks, world_size):
     ranks.run(any_sequence, world_size, 7)
 
 
+def different_lengths(rank, world_size, operation):
+    group = Group.create("tp", range(world_size), rank=rank)
+    x = torch.ones(3, 5 if rank == 1 else 4)
+    calls = {
+        "all_reduce": lambda: group.all_reduce(x, name="x"),
+        "all_gather": lambda: group.all_gather(x, name="x"),
+        "reduce_scatter": lambda: group.reduce_scatter(x, name="x"),
+        "broadcast": lambda: group.broadcast(x, src=0, name="x"),
+    }
+    with pytest.raises(ValueError, match="disagree on a collective's shape or dtype"):
+        calls[operation]()
+    total = torch.ones(2)
+    group.all_reduce(total, name="afterwards")
+    assert total.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+def test_different_lengths_are_seen_without_the_checked_mode(ranks, operation):
+    ranks.run(different_lengths, 3, operation)
+
+
 def one_rank_out_of_reach(rank, world_size):
     create = shared_memory._create_segment
     with mock.patch.object(shared_memory, "_create_segment", (lambda token: None) if rank == 1 else create):
@@ -131,13 +152,28 @@ def test_groups_that_are_gone_hold_nothing(ranks):
         assert counts == [(2, 4)] * 6 and after == (0, 0)
 
 
-def killed_in_an_exchange(rank, world_size):
+def segment_names(process: str) -> set[str]:
+    """Segments that a process maps, as the kernel names them."""
+    try:
+        with open(f"/proc/{process}/maps") as maps:
+            return {line.split()[5] for line in maps if "memfd:pyfast" in line}
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()  # it has ended, or is another user's
+
+
+def killed_in_an_exchange(rank, world_size, directory):
     group = Group.create("tp", range(world_size), rank=rank)
     group.barrier(name="start")
+    with open(f"{directory}/{rank}", "w") as file:
+        file.write("\n".join(segment_names("self")))
+    group.barrier(name="written")
     os.kill(os.getpid(), 9)
 
 
-def test_nothing_is_left_after_a_kill():
-    before = sorted(os.listdir("/dev/shm"))
-    assert run_ranks(killed_in_an_exchange, 2, dying=[0, 1]) == [None, None]
-    assert sorted(os.listdir("/dev/shm")) == before
+def test_nothing_is_left_after_a_kill(tmp_path):
+    assert run_ranks(killed_in_an_exchange, 2, str(tmp_path), dying=[0, 1]) == [None, None]
+    names = set((tmp_path / "0").read_text().split()) | set((tmp_path / "1").read_text().split())
+    assert len(names) == 2, "each rank's segment"
+    alive = set().union(*(segment_names(process) for process in os.listdir("/proc") if process.isdigit()))
+    assert not names & alive
+    assert not [name for name in os.listdir("/dev/shm") if "pyfast" in name]

@@ -150,9 +150,16 @@ PF_INLINE vec_t<compute_t<T>> load(const T* source) {
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
     std::memcpy(&result, source, sizeof(result));
   } else if constexpr (std::is_same_v<T, bf16>) {
+    // The intrinsics: GCC 12 widens and narrows generic 16-bit vectors by halves and shuffles.
+#if defined(__AVX512F__)
+    uint_vec bits = uint_vec(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)))) << 16;
+#elif defined(__AVX2__)
+    uint_vec bits = uint_vec(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)))) << 16;
+#else
     half_bits half;
     std::memcpy(&half, source, sizeof(half));
     uint_vec bits = __builtin_convertvector(half, uint_vec) << 16;
+#endif
     std::memcpy(&result, &bits, sizeof(result));
   } else {
 #if defined(__AVX512F__)
@@ -181,8 +188,15 @@ PF_INLINE void store(T* target, vec_t<compute_t<T>> value) {
     uint_vec nan_mask;
     std::memcpy(&nan_mask, &is_nan, sizeof(nan_mask));
     uint_vec chosen = (quiet & nan_mask) | (rounded & ~nan_mask);
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(__m512i(chosen)));
+#elif defined(__AVX2__)
+    __m256i packed = _mm256_packus_epi32(__m256i(chosen), __m256i(chosen));  // in each 128-bit lane
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8)));
+#else
     half_bits half = __builtin_convertvector(chosen, half_bits);
     std::memcpy(target, &half, sizeof(half));
+#endif
   } else {
 #if defined(__AVX512F__)
     __m512 wide;

@@ -78,10 +78,17 @@ PF_INLINE vec_t<C> power_of_two(ints_t<C> low_bits) {
 // p 2^n for any n in range of `least` and `most`: in two factors, so that neither over- nor underflows.
 template <class C>
 PF_INLINE vec_t<C> scale_by_power(vec_t<C> p, vec_t<C> n) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<C, float>)
+    return vec_t<C>(_mm512_scalef_ps(__m512(p), __m512(n)));
+  else
+    return vec_t<C>(_mm512_scalef_pd(__m512d(p), __m512d(n)));
+#else
   ints_t<C> half_bits_n, rest_bits;
   const vec_t<C> half = nearest<C>(n * C(0.5), &half_bits_n);
   nearest<C>(n - half, &rest_bits);
   return p * power_of_two<C>(half_bits_n) * power_of_two<C>(rest_bits);
+#endif
 }
 
 template <class C>

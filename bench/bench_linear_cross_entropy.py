@@ -1,6 +1,6 @@
 """ops.linear_cross_entropy against F.cross_entropy after F.linear: forward + backward, time and peak memory.
 
-    python bench/bench_linear_cross_entropy.py [--threads 1] [--dtypes float32 bfloat16] [--sizes T,H,V ...] [--clock cpu]
+    python bench/bench_linear_cross_entropy.py [--threads 1] [--dtypes float32] [--sizes T,H,V ...] [--clock cpu]
 
 Peak memory is what the process grew by beyond its arguments, each candidate in a process of its own.
 """
@@ -8,6 +8,7 @@ Peak memory is what the process grew by beyond its arguments, each candidate in 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def main() -> None:
                 tokens, width, vocab = size
                 compare(
                     f"T={tokens} H={width} V={vocab} {name}, forward + backward, {options.threads} thread(s)",
-                    {key: (lambda loss=loss: step(loss, *given)) for key, loss in LOSSES.items()},
+                    {key: functools.partial(step, loss, *given) for key, loss in LOSSES.items()},
                     tolerance=TOLERANCE[dtype], flop=6 * tokens * width * vocab, rounds=15, seconds=20,
                     clock=options.clock,
                 )  # fmt: skip

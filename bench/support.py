@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -6,10 +6,8 @@ and knows nothing of autograd. `pyfast.kernels.plain` offers the same functions 
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import os
-import platform
 
 import torch
 from torch import Tensor
@@ -220,31 +218,6 @@ def adamw_(
         learning_rate * weight_decay, learning_rate / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps,
         grad_scale, torch.get_num_threads(),
     )  # fmt: skip
-
-
-def packed_gemm_is_faster(dtype: torch.dtype, m: int, n: int, k: int) -> bool:
-    """Whether `gemm` beats torch's matmul for [m, k] x [k, n] and the two products of its gradients.
-
-    By measurement (docs/kernels.md): float32 once packing is paid for; half precision wherever torch has no matmul
-    instructions for it and falls back to scalar code; float64 never by enough.
-    """
-    if dtype == torch.bfloat16 or dtype == torch.float16:
-        return min(m, n, k) >= 8 and not _torch_has_fast_matmul(dtype)
-    return dtype == torch.float32 and min(m, n, k) >= 192
-
-
-@functools.cache
-def _torch_has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies bfloat16 / float16 matrices with instructions made for it on this processor."""
-    name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    supported = getattr(torch.ops.mkldnn, name, None)  # absent in builds without oneDNN
-    if supported is None or not supported():
-        return False
-    if dtype == torch.float16 or platform.machine() not in ("x86_64", "AMD64"):
-        return True
-    # oneDNN says yes on every AVX-512 processor, but without its bf16 dot product torch needs 2.7 times our time.
-    dot_product = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(dot_product and dot_product())
 
 
 def cross_entropy_rows(

@@ -7,6 +7,7 @@ import torch.nn.functional
 from torch import Tensor
 
 from pyfast import kernels
+from pyfast.kernels import matmul_choice
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.ops.checks import check_float, check_same
 from pyfast.ops.dispatch import Op, differentiable
@@ -41,7 +42,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias.shape != w.shape[:1]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({w.shape[0]},), w's output features")
     rows = x.shape[:-1].numel()
-    if x.device.type == "cpu" and kernels.for_device(x.device).packed_gemm_is_faster(x.dtype, rows, *w.shape):
+    if x.device.type == "cpu" and matmul_choice.packed_gemm_is_faster(x.dtype, rows, *w.shape):
         return _linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 

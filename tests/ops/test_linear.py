@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pyfast import ops
-from pyfast.kernels import cpu
+from pyfast.kernels import cpu, matmul_choice
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
@@ -15,12 +15,12 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 4e-3, to
 @pytest.fixture(params=[True, False], ids=["packed", "torch"])
 def route(request, monkeypatch):
     """Force one of the two ways a product can be computed."""
-    monkeypatch.setattr(cpu, "packed_gemm_is_faster", lambda *_: request.param)
+    monkeypatch.setattr(matmul_choice, "packed_gemm_is_faster", lambda *_: request.param)
 
 
 @pytest.fixture
 def packed(monkeypatch):
-    monkeypatch.setattr(cpu, "packed_gemm_is_faster", lambda *_: True)
+    monkeypatch.setattr(matmul_choice, "packed_gemm_is_faster", lambda *_: True)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

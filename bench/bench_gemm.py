@@ -1,6 +1,8 @@
 """The packed GEMM against torch.mm and the machine's FMA peak, one thread.
 
-    python bench/bench_gemm.py [--dtypes float32 bfloat16] [--sizes 512 1024 2048]
+    python bench/bench_gemm.py [--dtypes float32 bfloat16] [--sizes 512 1024 2048] [--clock cpu]
+
+Cubes, then the products of a small model's layers: forward, and the gradients by input (dgrad) and weight (wgrad).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ROWS = 1024
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
 
 
-def product(title: str, a: torch.Tensor, b: torch.Tensor, peak: float) -> None:
+def product(title: str, a: torch.Tensor, b: torch.Tensor, peak: float, clock: str) -> None:
     """Time a @ b both ways into a given result."""
     ours = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
     theirs = torch.empty_like(ours)
@@ -27,6 +29,7 @@ def product(title: str, a: torch.Tensor, b: torch.Tensor, peak: float) -> None:
         f"{title}: [{a.shape[0]}, {a.shape[1]}] x [{b.shape[0]}, {b.shape[1]}] {str(a.dtype).removeprefix('torch.')}",
         {"pyfast": lambda: cpu.gemm(a, b, ours), "torch.mm": lambda: torch.mm(a, b, out=theirs)},
         tolerance=TOLERANCE[a.dtype], flop=2 * a.shape[0] * a.shape[1] * b.shape[1], peak=peak, rounds=31, seconds=2,
+        clock=clock,
     )  # fmt: skip
 
 
@@ -34,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[512, 1024, 2048])
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tune_allocator()
@@ -42,12 +46,13 @@ def main() -> None:
     for name in arguments.dtypes:
         dtype = getattr(torch, name)
         for size in arguments.sizes:
-            product("cube", torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype), peak)
+            a, b = torch.randn(2, size, size).to(dtype)
+            product("cube", a, b, peak, arguments.clock)
         for layer, (n, k) in MODEL.items():
             x, w, dy = (torch.randn(shape, dtype=dtype) for shape in ((ROWS, k), (n, k), (ROWS, n)))
-            product(f"{layer} forward", x, w.t(), peak)
-            product(f"{layer} dgrad", dy, w, peak)
-            product(f"{layer} wgrad", dy.t(), x, peak)
+            product(f"{layer} forward", x, w.t(), peak, arguments.clock)
+            product(f"{layer} dgrad", dy, w, peak, arguments.clock)
+            product(f"{layer} wgrad", dy.t(), x, peak, arguments.clock)
 
 
 if __name__ == "__main__":

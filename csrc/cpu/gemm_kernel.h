@@ -115,12 +115,17 @@ void pack_deep_panel(Lane&& lane, int lanes, int64_t depth, C* out) {
 // One panel whose lanes are contiguous (B as stored, A transposed).
 template <int W, class C, class T>
 void pack_wide_panel(const T* in, int64_t depth_stride, int lanes, int64_t depth, C* out) {
+  constexpr int kWhole = W / Vec<C>::size * Vec<C>::size;  // lanes in whole vectors
   for (int64_t k = 0; k < depth; ++k, in += depth_stride, out += W) {
-    int i = 0;
-    if (lanes == W)
-      for (; i + Vec<C>::size <= W; i += Vec<C>::size) store(out + i, load(in + i));
-    for (; i < lanes; ++i) out[i] = widen(in[i]);
-    for (; i < W; ++i) out[i] = C(0);
+    if (lanes == W) {
+      for (int i = 0; i < kWhole; i += Vec<C>::size) store(out + i, load(in + i));
+      if constexpr (std::is_same_v<T, C>)
+        std::memcpy(out + kWhole, in + kWhole, (W - kWhole) * sizeof(C));
+      else
+        for (int i = kWhole; i < W; ++i) out[i] = widen(in[i]);
+    } else {
+      for (int i = 0; i < W; ++i) out[i] = i < lanes ? C(widen(in[i])) : C(0);
+    }
   }
 }
 

@@ -109,12 +109,12 @@ def _group_name(group: Group | dist.ProcessGroup | None) -> str:
     return group.process_group.group_name if group.size > 1 else ""
 
 
-# ---- the sum, with gradients on the way ---------------------------------------------------------------------------------
+# ---- the sum, with gradients on the way -----------------------------------------------------------------------------
 
 
 def _sum(
-    h: Tensor, w: Tensor, target: Tensor, ignore_index: int, softcap: float, z_loss: float, need_dh: bool, need_dw: bool,
-    vocab: int | None, group: str, name: str,
+    h: Tensor, w: Tensor, target: Tensor, ignore_index: int, softcap: float, z_loss: float, need_dh: bool,
+    need_dw: bool, vocab: int | None, group: str, name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(summed loss, this rank's part of dh in h's shape, dw); gradients unscaled, in the accumulation dtype."""
     problem = VocabularyProblem.create(h, w, target, ignore_index, softcap, z_loss, vocab, group, name)
@@ -175,7 +175,7 @@ def _sum_over_group(x: Tensor, group: str, name: str) -> Tensor:
     return out
 
 
-# ---- one loss a token: gradients in backward, from logits computed again -----------------------------------------------
+# ---- one loss a token: gradients in backward, from logits computed again --------------------------------------------
 
 
 def _tokens(
@@ -251,7 +251,8 @@ _SETTINGS = "int ignore_index, float softcap, float z_loss"
 _GROUP = "SymInt? vocab, str group, str name"
 _sum_op = Op(
     "linear_cross_entropy",
-    f"(Tensor h, Tensor w, Tensor target, {_SETTINGS}, bool need_dh, bool need_dw, {_GROUP}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor h, Tensor w, Tensor target, {_SETTINGS}, bool need_dh, bool need_dw, {_GROUP}) "
+    "-> (Tensor, Tensor, Tensor)",
     _sum,
     _sum_fake,
 )

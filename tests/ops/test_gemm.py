@@ -15,7 +15,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (12, 32, 384), (13, 33, 385), (5, 70, 3), (200, 97, 800), (31, 5000, 9)])
+@pytest.mark.parametrize(
+    "m, n, k", [(1, 1, 1), (12, 32, 384), (13, 33, 385), (5, 70, 3), (200, 97, 800), (31, 5000, 9)]
+)
 def test_equals_float64(m, n, k, dtype):
     torch.manual_seed(0)
     a, b = torch.randn(m, k, dtype=dtype), torch.randn(k, n, dtype=dtype)

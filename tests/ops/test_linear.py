@@ -1,0 +1,128 @@
+"""ops.linear against torch.nn.functional.linear in float64, on the packed route and on torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pyfast import ops
+from pyfast.kernels import cpu, matmul_choice
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+@pytest.fixture(params=[True, False], ids=["packed", "torch"])
+def route(request, monkeypatch):
+    """Force one of the two ways a product can be computed."""
+    monkeypatch.setattr(matmul_choice, "packed_gemm_is_faster", lambda *_: request.param)
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    monkeypatch.setattr(matmul_choice, "packed_gemm_is_faster", lambda *_: True)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape, out", [((1,), 1), ((2, 3, 5), 7), ((70, 33), 129)], ids=str)
+def test_equals_torch_in_float64(shape, out, with_bias, dtype, route):
+    torch.manual_seed(0)
+    leaves = [torch.randn(size, dtype=dtype, requires_grad=True) for size in (shape, (out, shape[-1]), (out,))]
+    leaves = leaves if with_bias else leaves[:2]
+    y = ops.linear(*leaves)
+    dy = torch.randn(y.shape, dtype=dtype)
+    y.backward(dy)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = F.linear(*wide)
+    expected.backward(dy.double())
+    assert y.dtype == dtype and relative_error(y, expected) < TOLERANCE[dtype]
+    for leaf, reference in zip(leaves, wide, strict=True):
+        assert leaf.grad.dtype == dtype and relative_error(leaf.grad, reference.grad) < TOLERANCE[dtype]
+
+
+def test_gradcheck_runs_the_real_kernel(packed):
+    arguments = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((3, 5), (4, 5), (4,))]
+    torch.autograd.gradcheck(ops.linear, arguments)
+
+
+def test_strided_input_and_expanded_gradient(packed):
+    x = torch.randn(6, 4, 48)[:, 1:3, 8:40].requires_grad_()
+    w = torch.randn(32, 10).t().requires_grad_()
+    ops.linear(x, w).sum().backward()
+    copy, weight = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    F.linear(copy, weight).sum().backward()
+    assert relative_error(x.grad, copy.grad) < 2e-6 and relative_error(w.grad, weight.grad) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_for_any_number_of_threads(dtype, packed):
+    x, w, bias = (torch.randn(size, dtype=dtype) for size in ((999, 160), (200, 160), (200,)))
+    dy = torch.randn(999, 200, dtype=dtype)
+    threads, results = torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
+        y = ops.linear(*leaves)
+        y.backward(dy)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["x", "w"])
+def test_a_gradient_nobody_wants_costs_no_gemm(wanted, packed, monkeypatch):
+    x, w = torch.randn(20, 8).requires_grad_(wanted[0]), torch.randn(9, 8).requires_grad_(wanted[1])
+    calls, gemm = [], cpu.gemm
+    monkeypatch.setattr(cpu, "gemm", lambda *args, **kwargs: calls.append(args) or gemm(*args, **kwargs))
+    ops.linear(x, w).sum().backward()
+    assert len(calls) == 2 and (x.grad is not None, w.grad is not None) == wanted
+
+
+def test_no_rows(packed):
+    x, w, bias = torch.randn(0, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True), torch.randn(9)
+    y = ops.linear(x, w, bias.requires_grad_())
+    y.sum().backward()
+    assert y.shape == (0, 9) and torch.equal(w.grad, torch.zeros(9, 8)) and torch.equal(bias.grad, torch.zeros(9))
+
+
+def test_opcheck_and_fullgraph_compile(packed):
+    leaves = [torch.randn(size, requires_grad=True) for size in ((2, 3, 16), (5, 16), (5,))]
+    torch.library.opcheck(torch.ops.pyfast.linear.default, tuple(leaves))
+    compiled = torch.compile(lambda *args: ops.linear(*args).square().sum(), fullgraph=True, backend="aot_eager")
+    compiled(*leaves).backward()
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    ops.linear(*leaves).square().sum().backward()
+    torch.testing.assert_close(grads, [leaf.grad for leaf in leaves])
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, packed_calls",
+    [(256, torch.float32, 1), (4, torch.float32, 0), (256, torch.float64, 0)],
+)
+def test_the_route_follows_the_measurements(rows, dtype, packed_calls, monkeypatch):
+    calls, gemm = [], cpu.gemm
+    monkeypatch.setattr(cpu, "gemm", lambda *args, **kwargs: calls.append(args) or gemm(*args, **kwargs))
+    ops.linear(torch.randn(rows, 200, dtype=dtype), torch.randn(300, 200, dtype=dtype))
+    assert len(calls) == packed_calls
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "bias", "error", "words"),
+    [
+        (torch.ones(3, 4, dtype=torch.int32), torch.ones(5, 4), None, TypeError, "x has dtype"),
+        (torch.ones(3, 4), torch.ones(5, 4).double(), None, TypeError, "w has dtype"),
+        (torch.ones(3, 4), torch.ones(4, 5), None, ValueError, "w has shape"),
+        (torch.ones(3, 4), torch.ones(5, 4), torch.ones(4), ValueError, "bias has shape"),
+    ],
+)
+def test_bad_arguments_are_named(x, w, bias, error, words):
+    with pytest.raises(error, match=words):
+        ops.linear(x, w, bias)

@@ -415,8 +415,8 @@ def test_saved_for_backward_is_inputs_out_and_lse():
 
 
 def test_selective_checkpointing_runs_the_forward_once():
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     calls = []
 

@@ -29,7 +29,8 @@ def test_two_halves_are_the_whole(packed, cut):
     dim = 0 if packed else 1
     whole = attention(q, k, v, packed)
     k_parts, v_parts = k.split([cut, 50 - cut], dim), v.split([cut, 50 - cut], dim)
-    merged = ops.merge_attention(*attention(q, k_parts[0], v_parts[0], packed), *attention(q, k_parts[1], v_parts[1], packed))
+    halves = [attention(q, k_part, v_part, packed) for k_part, v_part in zip(k_parts, v_parts, strict=True)]
+    merged = ops.merge_attention(*halves[0], *halves[1])
     torch.testing.assert_close(merged, whole, rtol=1e-12, atol=1e-13)
     loss = [(out.sin().sum() + lse.square().sum()) for out, lse in (merged, whole)]
     torch.testing.assert_close(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyfast import ops
-from pyfast.kernels import plain, reference
+from pyfast.kernels import cpu, plain, reference
 
 # Relative error (in norm) of out and gradients: rounding the result once, and a few float32 roundings before.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
@@ -160,6 +160,22 @@ def test_gradcheck_runs_the_real_kernel(Sq, Sk, heads, D, Dv, causal, window, so
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
     assert torch.autograd.gradcheck(function, tensors)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "baseline"])
+def test_every_instruction_set(isa):
+    """Panels, blocks and tails have other sizes on each; all features at once."""
+    if isa not in cpu.available_isas():
+        pytest.skip(f"{isa} was not built or this processor lacks it")
+    try:
+        cpu.use_isa(isa)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            tensors = inputs(2, 140, 270, 4, 2, 36, 20, dtype=dtype)
+            check_equal_to_dense(tensors, causal=True)
+            sinks = torch.randn(4, dtype=dtype, generator=torch.Generator().manual_seed(3))
+            check_equal_to_dense([*tensors, sinks], window=(50, 3), softcap=4.0)
+    finally:
+        cpu.use_isa(cpu.available_isas()[0])
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------

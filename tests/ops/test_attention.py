@@ -374,6 +374,15 @@ def test_any_strides():
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+def test_strides_whose_offsets_pass_2_31_elements(tmp_path):
+    """Rows 2^30 elements apart, in a sparse file of which only a few pages exist."""
+    memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(3 << 30) + 64, dtype=torch.bfloat16)
+    far = memory.as_strided((1, 4, 1, 8), (0, 1 << 30, 8, 1))
+    far.copy_(torch.randn(far.shape))
+    actual, expected = run(ours, [far] * 3, causal=True), run(ours, [far.contiguous()] * 3, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def test_expanded_and_transposed_gradients():
     q, k, v = inputs(1, 60, 60, 2, 2, 16, 16)
     for make in (lambda out: torch.ones(()).expand_as(out), lambda out: torch.ones(1, 2, 60, 16).transpose(1, 2)):

@@ -122,7 +122,7 @@ def main() -> None:
                 ]  # fmt: skip
                 mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
                 what = "forward + backward" if backward else "forward"
-                print(f"== {dtype} {mask} {what}: geometric mean {mean:.2f}x torch, least {min(ratios):.2f}x\n", flush=True)
+                print(f"== {dtype} {mask} {what}: geometric mean {mean:.2f}x torch, least {min(ratios):.2f}x\n")
     if not arguments.no_training:
         call_overhead(arguments.seconds)
 

@@ -32,7 +32,8 @@ pyfast::AttentionShape shape(const py::tuple& t) {
 
 void forward(const py::tuple& s, const py::tuple& q, const py::tuple& k, const py::tuple& v, Address out, Address lse,
              Address workspace) {
-  const pyfast::AttentionForward arguments{shape(s), strided(q), strided(k), strided(v), at(out), at(lse), at(workspace)};
+  const pyfast::AttentionForward arguments{shape(s), strided(q), strided(k),   strided(v),
+                                           at(out),  at(lse),    at(workspace)};
   py::gil_scoped_release release;
   g_kernels->attention_forward(arguments);
 }

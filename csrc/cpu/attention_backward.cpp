@@ -6,9 +6,10 @@
 //   dV += P^T dO   dK += dS^T Q * scale   dQ^T += K^T dS^T * scale   dsink = -sum exp(sink - L) delta
 //
 // First every panel of queries is prepared: Q and dO packed both ways, delta. Then a task is one block of keys of one
-// unit (a kv head of a sequence): it keeps dK and dV of the block and adds its part of dQ into the panels. The blocks of a unit add to a panel in ascending order, each waiting for the one before: tasks are
-// queued in that order too, so nobody waits for a task that no thread has begun. The last block writes dQ out.
-// Every sum has one order: the same bits for any number of threads. S and dP are computed once.
+// unit (a kv head of a sequence): it keeps dK and dV of the block and adds its part of dQ into the panels. The blocks of
+// a unit add to a panel in ascending order, each waiting for the one before: tasks are queued in that order too, so
+// nobody waits for a task that no thread has begun. The last block writes dQ out. Every sum has one order: the same bits
+// for any number of threads. S and dP are computed once.
 #include <atomic>
 #include <memory>
 #include <sched.h>
@@ -244,7 +245,7 @@ struct Backward {
     transpose<C>(panel.dout_rows, layout.value_width, W, layout.value_depth, C(1), panel.dout, W);
     if (visible.lo(panel.q0) >= visible.hi(panel.q0 + panel.lanes - 1))  // no block of keys will write it
       for (int64_t i = 0; i < panel.lanes; ++i)
-        std::memset(static_cast<void*>(dq_at(sequence.batch, row + i, head)), 0, size_t(s.head_size) * sizeof(T));
+        std::fill_n(dq_at(sequence.batch, row + i, head), s.head_size, T{});
     return dsink;
   }
 
@@ -290,7 +291,8 @@ struct Backward {
 
   // One panel of queries against one block of keys.
   template <int NV>
-  void visit(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel, std::atomic<int64_t>& done) const {
+  void visit(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel,
+             std::atomic<int64_t>& done) const {
     const int64_t first_key = visible.lo(panel.q0);
     const int64_t lo = std::max(block.k0, first_key) - block.k0;
     const int64_t hi = std::min(block.k0 + block.count, visible.hi(panel.q0 + panel.lanes - 1)) - block.k0;
@@ -324,8 +326,7 @@ struct Backward {
 
   // Packed rows outside every document.
   static void zero_rows(void* data, int64_t width, int64_t begin, int64_t end) {
-    if (begin < end)
-      std::memset(static_cast<void*>(static_cast<T*>(data) + begin * width), 0, size_t(end - begin) * width * sizeof(T));
+    if (begin < end) std::fill_n(static_cast<T*>(data) + begin * width, (end - begin) * width, T{});
   }
 };
 

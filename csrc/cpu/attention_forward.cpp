@@ -272,7 +272,7 @@ struct Forward {
   // Packed rows outside every document.
   void empty_rows(int64_t begin, int64_t end) const {
     if (begin >= end) return;
-    std::memset(static_cast<void*>(out_at(0, begin, 0)), 0, size_t(end - begin) * s.heads_q * s.value_size * sizeof(T));
+    std::fill_n(out_at(0, begin, 0), (end - begin) * s.heads_q * s.value_size, T{});
     for (int64_t head = 0; head < s.heads_q; ++head)
       std::fill(lse_at(0, head, begin), lse_at(0, head, end), -std::numeric_limits<C>::infinity());
   }

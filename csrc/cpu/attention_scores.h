@@ -1,7 +1,7 @@
 // What happens to a block of scores S^T [keys, queries] between the matrix products: softcap, mask.
 //
-// Scores leave the product q k^T in the unit that `query_factor` chose: base-2 exponents, or, under a softcap, fractions of
-// the cap.
+// Scores leave the product q k^T in the unit that `query_factor` chose: base-2 exponents, or, under a softcap, fractions
+// of the cap.
 #pragma once
 #include "attention_mask.h"
 #include "attention_tile.h"

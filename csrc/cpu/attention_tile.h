@@ -1,8 +1,8 @@
 // Matrix products on small blocks in cache, as attention needs them: queries lie along the vector lanes.
 //
-// With scores kept transposed, S^T [keys, queries], the softmax runs down the rows with no step across lanes, and S^T is
-// at once the B operand of O^T += V^T S^T and, read by rows, the A operand of dV += S^T dO: nothing is repacked between
-// the products, which is why gemm_kernel.h (both operands packed) is not used here.
+// With scores kept transposed, S^T [keys, queries], the softmax runs down the rows with no step across lanes, and S^T
+// is at once the B operand of O^T += V^T S^T and, read by rows, the A operand of dV += S^T dO: nothing is repacked
+// between the products, which is why gemm_kernel.h (both operands packed) is not used here.
 //
 //   panel     kLanes<C> queries: [depth][kLanes] (an operand or a result with queries along the lanes)
 //   columns   keys [row][col] stored as groups of kRows columns, [group][kKeyBlock][kRows]: read along rows or columns
@@ -27,8 +27,8 @@ constexpr int64_t kKeyBlock = 128;
 constexpr int64_t ceil_to(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // C [kRows, NV vectors] (+)= sum over p < depth of a(r, p) b(p, :).
-// a(r, p) lies at a[(p / kRows) * a_group + (p % kRows) * DEPTH_STEP + r * ROW_STEP]. Every element of C is one chain of
-// fmas over p from 0, then one addition if it accumulates: the same bits in every NV.
+// a(r, p) lies at a[(p / kRows) * a_group + (p % kRows) * DEPTH_STEP + r * ROW_STEP]. Every element of C is one chain
+// of fmas over p from 0, then one addition if it accumulates: the same bits in every NV.
 template <class C, int NV, int ROW_STEP, int DEPTH_STEP>
 void tile(int64_t depth, const C* a, int64_t a_group, const C* b, int64_t b_stride, C* c, int64_t c_stride,
           bool accumulate) {
@@ -67,7 +67,7 @@ void columns_times_panel(const C* columns, int64_t begin, int64_t end, int64_t d
     tile<C, NV, kRows, 1>(depth, columns + r * kRows, kKeyBlock * kRows, panel, W, s + r * W, W, false);
 }
 
-// result [width, lanes] (+)= columns^T [width, keys] x S^T [keys, lanes] over keys [begin, end); width is padded to kRows.
+// result [width, lanes] (+)= columns^T [width, keys] x S^T [keys, lanes] over keys [begin, end); width: whole kRows.
 template <class C, int NV>
 void columns_transposed_times_scores(const C* columns, int64_t width, int64_t begin, int64_t end, const C* s, C* result,
                                      bool accumulate) {

@@ -27,7 +27,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse): out [B, Sq, Nq, Dv] or [T, Nq, Dv] like q; lse [B, Nq, Sq] or [Nq, T] in the sum dtype."""
     q, k, v = _rows(q), _rows(k), _rows(v)
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    out = _empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(lse_shape(q), dtype=sum_dtype(q.dtype))
     sinks, cu_seqlens_q, cu_seqlens_k = _plain_arrays(q, sinks, cu_seqlens_q, cu_seqlens_k)
     options = (causal, window_left, window_right, scale, softcap)
@@ -61,9 +61,9 @@ def attention_backward(
     dsinks = torch.empty(q.shape[-2] if sinks is not None else 0, dtype=wide)
     sinks_dtype = wide if sinks is None else sinks.dtype
     q, k, v, out, dout = _rows(q), _rows(k), _rows(v), _rows(out), _rows(dout)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
     lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.to(wide).contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
     sinks, cu_seqlens_q, cu_seqlens_k = _plain_arrays(q, sinks, cu_seqlens_q, cu_seqlens_k)
     options = (causal, window_left, window_right, scale, softcap)
     shape = _shape(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, options)
@@ -83,6 +83,10 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 def _rows(x: Tensor) -> Tensor:
     """x with its last dimension contiguous; copied only if it is not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _strided(x: Tensor) -> tuple[int, int, int, int]:

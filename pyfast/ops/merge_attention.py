@@ -18,8 +18,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     may hold anything. Merge before adding a sink, or give the sink to one side only.
 
     Args:
-        out_a, out_b: [B, S, N, D] or [T, N, D], as `attention` returns them. Keep partial results in float32: each merge
-            rounds to their dtype.
+        out_a, out_b: [B, S, N, D] or [T, N, D], as `attention` returns them. Keep partial results in float32:
+            each merge rounds to their dtype.
         lse_a, lse_b: [B, N, S] or [N, T], float32 (float64 for float64).
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from pyfast.parallel import ParallelConfig
 from pyfast.train.arguments import all_keys, format_help, parse
 from pyfast.train.config import TrainConfig, effective_settings, from_dict, resolve, to_dict
 from pyfast.train.errors import ConfigError, TrainingError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 DESIGN_KEYS = """
 model layers width heads kv_heads head_size ffn_width vocab tied_embeddings qk_norm rope_theta window
@@ -195,3 +198,9 @@ def test_errors_survive_the_way_between_processes():
             parse(arguments)
         copy = pickle.loads(pickle.dumps(caught.value))
         assert (type(copy), str(copy), copy.exit_code) == (type(caught.value), str(caught.value), 2)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_examples_are_valid(name):
+    config = parse(["--config", str(EXAMPLES / name)])
+    assert resolve(config, max(config.processes, 2)).parallel.data >= 1

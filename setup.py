@@ -18,6 +18,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 KERNEL_SOURCES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "cpu").glob("*.cpp"))
+BINDING_SOURCES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("bindings*.cpp"))
 HEADERS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h"))
 # -ffp-contract=fast: a * b + c is one fma. No -ffast-math: NaN, inf and the order of sums mean what they say.
 FLAGS = [
@@ -106,7 +107,7 @@ class BuildKernels(build_ext):
 
 module = Extension(
     "pyfast._C",
-    ["csrc/bindings.cpp"],
+    BINDING_SOURCES,
     include_dirs=[pybind11.get_include()],
     extra_compile_args=["-std=c++17", "-O1", "-fvisibility=hidden", "-Wall", "-g0"],
     extra_link_args=["-ldl"] if sys.platform.startswith("linux") else [],

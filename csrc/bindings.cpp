@@ -9,16 +9,17 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "bindings.h"
 
 namespace py = pybind11;
 using pyfast::DType;
 using Address = uintptr_t;
 
+const pyfast::Kernels* g_kernels = nullptr;
+
 namespace {
 
 pyfast::Runtime g_runtime{};
-const pyfast::Kernels* g_kernels = nullptr;
 
 // Best first.
 std::vector<std::string> supported_isas() {
@@ -126,6 +127,23 @@ void adamw(int dtype, bool grad_is_wide, Address param, Address grad, Address ex
                     eps, grad_scale, threads});
 }
 
+void cross_entropy_rows(int dtype, Address logits, Address target, Address lse, Address picked, Address largest,
+                        int64_t rows, int64_t cols, int64_t stride, int64_t start, double softcap, bool exponentials,
+                        int threads) {
+  py::gil_scoped_release release;
+  g_kernels->cross_entropy_rows({DType(dtype), at<void>(logits), at<int64_t>(target), at<void>(lse), at<void>(picked),
+                                 at<void>(largest), rows, cols, stride, start, softcap, exponentials, threads});
+}
+
+void cross_entropy_gradient(int dtype, Address logits, Address target, Address lse, Address largest, Address grad,
+                            int64_t rows, int64_t cols, int64_t stride, int64_t start, double softcap, double z_loss,
+                            int threads) {
+  py::gil_scoped_release release;
+  g_kernels->cross_entropy_gradient({DType(dtype), at<void>(logits), at<int64_t>(target), at<void>(lse),
+                                     at<void>(largest), at<void>(grad), rows, cols, stride, start, softcap, z_loss,
+                                     threads});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -141,9 +159,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("rms_norm_forward", &rms_norm_forward);
   m.def("rms_norm_backward", &rms_norm_backward);
   m.def("gemm", &gemm);
+  m.def("cross_entropy_rows", &cross_entropy_rows);
+  m.def("cross_entropy_gradient", &cross_entropy_gradient);
   m.def("fma_peak", &fma_peak, py::arg("seconds"));
   m.def("rotary", &rotary);
   m.def("swiglu_forward", &swiglu_forward);
   m.def("swiglu_backward", &swiglu_backward);
   m.def("adamw", &adamw);
+  bind_attention(m);
 }

@@ -113,6 +113,80 @@ struct AdamW {
   int threads;
 };
 
+// One pass over logits [rows, cols] (f32 or f64, row stride in elements), this rank's columns [start, start + cols) of the
+// vocabulary: x = softcap tanh(logit / softcap) (x = logit without a softcap), lse = log sum exp x, and x at the target
+// (0 when it lies elsewhere). Left in place: exp(x - largest) if `exponentials`, else x.
+struct CrossEntropyRows {
+  DType dtype;
+  void* logits;
+  const int64_t* target;  // [rows] global ids
+  void* lse;              // [rows]
+  void* picked;           // [rows] x at the target
+  void* largest;          // [rows] max of x
+  int64_t rows, cols, stride, start;
+  double softcap;
+  bool exponentials;
+  int threads;
+};
+
+// Gradient in place of what CrossEntropyRows left: dlogit = grad (exp(x - lse) (1 + 2 z_loss lse) - [column is target]),
+// times 1 - (x / softcap)^2 under a softcap. lse is that of the whole vocabulary.
+struct CrossEntropyGradient {
+  DType dtype;
+  void* logits;
+  const int64_t* target;
+  const void* lse;
+  const void* largest;  // null: logits hold x; else they hold exp(x - largest)
+  const void* grad;     // [rows]; null: 1
+  int64_t rows, cols, stride, start;
+  double softcap, z_loss;
+  int threads;
+};
+
+// A tensor [batch, rows, heads, size]: strides in elements, the last dimension contiguous.
+struct Strided {
+  const void* data;
+  int64_t batch, row, head;
+};
+
+// What attention's forward and backward share. Batched: `batch` sequences of rows_q queries and rows_k keys. Packed:
+// `batch` documents, document z being rows [cu[z], cu[z + 1]), and rows_q, rows_k the lengths of the packed tensors.
+struct AttentionShape {
+  DType dtype;
+  int64_t batch, rows_q, rows_k, heads_q, heads_k, head_size, value_size;
+  const int32_t* cu_q;  // null: batched
+  const int32_t* cu_k;
+  bool causal;                         // bottom-right aligned
+  int64_t window_left, window_right;   // inclusive; -1: unbounded
+  double scale, softcap;               // softcap 0: none
+  const void* sinks;                   // [heads_q] float32 (float64 for f64); may be null
+  int threads;
+};
+
+// out [rows, heads_q, value_size] contiguous; lse [heads_q, rows_q] (per batch entry), float32 (float64 for f64).
+// workspace: attention_forward_workspace() bytes, 64-byte aligned.
+struct AttentionForward {
+  AttentionShape shape;
+  Strided q, k, v;
+  void* out;
+  void* lse;
+  void* workspace;
+};
+
+// dq, dk, dv contiguous in the dtype of q; dlse like lse, may be null; dsinks [heads_q] like sinks, null without sinks.
+// workspace: attention_backward_workspace() bytes, 64-byte aligned.
+struct AttentionBackward {
+  AttentionShape shape;
+  Strided q, k, v, out, dout;
+  const void* lse;
+  const void* dlse;
+  void* dq;
+  void* dk;
+  void* dv;
+  void* dsinks;
+  void* workspace;
+};
+
 struct Kernels {
   const char* isa;
   void (*rms_norm_forward)(const RmsNormForward&);
@@ -123,6 +197,12 @@ struct Kernels {
   void (*swiglu_forward)(const SwigluForward&);
   void (*swiglu_backward)(const SwigluBackward&);
   void (*adamw)(const AdamW&);
+  void (*cross_entropy_rows)(const CrossEntropyRows&);
+  void (*cross_entropy_gradient)(const CrossEntropyGradient&);
+  int64_t (*attention_forward_workspace)(const AttentionShape&);
+  void (*attention_forward)(const AttentionForward&);
+  int64_t (*attention_backward_workspace)(const AttentionShape&);
+  void (*attention_backward)(const AttentionBackward&);
 };
 
 }  // namespace pyfast

@@ -28,17 +28,17 @@ PF_INLINE void with_matrix(const Matrix& matrix, int64_t i, int64_t j, Body&& bo
   }
 }
 
-// B [depth, cols], packed once for any number of products: blocks of kDepthBlock, in each the panels.
+// B [depth, cols] from row `first_row`, column `first_col` on, packed once for any number of products: blocks of kDepthBlock, in each the panels.
 // The block that starts at depth p begins at packed + p * round_up(cols, NR).
 template <class C>
-void pack_b_blocks(const Matrix& b, int64_t first_col, int64_t depth, int64_t cols, C* packed, int threads) {
+void pack_b_blocks(const Matrix& b, int64_t first_row, int64_t first_col, int64_t depth, int64_t cols, C* packed, int threads) {
   constexpr int NR = Tile<C>::cols;
   constexpr int64_t kPanels = 4;  // a task packs that many panels of one block
   const int64_t groups = (cols + NR * kPanels - 1) / (NR * kPanels), blocks = (depth + kDepthBlock - 1) / kDepthBlock;
   parallel_tasks(groups * blocks, cols * depth < 16384 ? 1 : threads, [&](int64_t task, int) {
     const int64_t p = task / groups * kDepthBlock, j = task % groups * NR * kPanels;
     const int64_t kc = std::min(kDepthBlock, depth - p);
-    with_matrix<C>(b, p, first_col + j, [&](auto* source) {
+    with_matrix<C>(b, first_row + p, first_col + j, [&](auto* source) {
       pack_b<C>(source, b.row_stride, b.col_stride, kc, std::min(NR * kPanels, cols - j),
                 packed + p * round_up(cols, NR) + j * kc);
     });
@@ -56,28 +56,34 @@ struct Product {
   bool accumulate;
 };
 
-constexpr int64_t kRowBlock = 192;              // rows of A a task packs: kRowBlock x kDepthBlock floats, a part of L2
-constexpr int64_t kPackedBytes = 6 << 20;  // packed B at a time, shared by the threads: a part of L3
-constexpr int64_t kMaxColumnBlock = 4096;
+constexpr int64_t kRowBlock = 192;            // rows of A a task packs: kRowBlock x kDepthBlock floats, a part of L2
+constexpr int64_t kMaxColumnBlock = 1024;     // columns of B that are packed at a time ...
+constexpr int64_t kPackedBytes = 6ll << 20;   // ... and how much of it, shared by the threads: a part of L3
 
 namespace detail {
 
-// Rows [i, i + rows) and columns [j, j + cols) of the product, from B packed by pack_b_blocks.
+// The part of the product that one packed part of B gives: columns [j, j + cols), summed over [p, p + depth).
+struct Slab {
+  int64_t j, cols, p, depth;
+};
+
+// Rows [i, i + rows) of a slab, from B packed by pack_b_blocks. Other outputs than C take all of k in one slab.
 template <class C, class Out>
-void product_rows(const Product& g, int64_t i, int64_t rows, int64_t j, int64_t cols, const C* packed_b) {
+void product_rows(const Product& g, const Slab& slab, int64_t i, int64_t rows, const C* packed_b) {
   static thread_local Scratch a_memory, sum_memory;
   C* packed_a = a_memory.get<C>(packed_a_size<C>(rows, kDepthBlock));
-  Out* out = static_cast<Out*>(g.out) + i * g.out_stride + j;
+  const int64_t cols = slab.cols;
+  Out* out = static_cast<Out*>(g.out) + i * g.out_stride + slab.j;
   constexpr bool direct = std::is_same_v<Out, C>;  // else sums are kept in C until all of k is in, and rounded once
   C* sum = direct ? reinterpret_cast<C*>(out) : sum_memory.get<C>(rows * cols);
   const int64_t sum_stride = direct ? g.out_stride : cols;
-  for (int64_t p = 0; p < g.k; p += kDepthBlock) {
-    const int64_t kc = std::min(kDepthBlock, g.k - p);
-    with_matrix<C>(g.a, i, p, [&](auto* source) {
+  for (int64_t p = 0; p < slab.depth; p += kDepthBlock) {
+    const int64_t kc = std::min(kDepthBlock, slab.depth - p);
+    with_matrix<C>(g.a, i, slab.p + p, [&](auto* source) {
       pack_a<C>(source, g.a.row_stride, g.a.col_stride, rows, kc, packed_a);
     });
     multiply_panels<C>(rows, cols, kc, packed_a, packed_b + p * round_up(cols, Tile<C>::cols), sum, sum_stride,
-                       C(g.scale), p > 0 || (direct && g.accumulate));
+                       C(g.scale), slab.p + p > 0 || (direct && g.accumulate));
   }
   if constexpr (!direct)
     for (int64_t r = 0; r < rows; ++r, out += g.out_stride, sum += cols) {
@@ -98,18 +104,23 @@ void gemm_blocked(const Product& g, int threads) {
     return;
   }
   static thread_local Scratch b_memory;
-  const int64_t fitting = kPackedBytes / int64_t(sizeof(C)) / g.k / NR * NR;
-  const int64_t column_block = std::max<int64_t>(8 * NR, std::min(fitting, kMaxColumnBlock));
+  constexpr int64_t fitting = kPackedBytes / int64_t(sizeof(C));
+  int64_t column_block = std::min<int64_t>(kMaxColumnBlock, round_up(g.n, NR)), depth = g.k;
+  if (std::is_same_v<Out, C>)  // sums may stay in out from slab to slab
+    depth = std::max<int64_t>(1, fitting / column_block / kDepthBlock) * kDepthBlock;
+  else
+    column_block = std::max<int64_t>(8 * NR, std::min(column_block, fitting / g.k / NR * NR));
   const int64_t row_block = std::min(kRowBlock, round_up((g.m + threads - 1) / threads, MR));
-  for (int64_t j = 0; j < g.n; j += column_block) {
-    const int64_t cols = std::min(column_block, g.n - j);
-    C* packed_b = b_memory.get<C>(packed_b_size<C>(cols, g.k));
-    pack_b_blocks<C>(g.b, j, g.k, cols, packed_b, threads);
-    parallel_tasks((g.m + row_block - 1) / row_block, threads, [&](int64_t task, int) {
-      const int64_t i = task * row_block;
-      product_rows<C, Out>(g, i, std::min(row_block, g.m - i), j, cols, packed_b);
-    });
-  }
+  for (int64_t j = 0; j < g.n; j += column_block)
+    for (int64_t p = 0; p < g.k; p += depth) {
+      const Slab slab{j, std::min(column_block, g.n - j), p, std::min(depth, g.k - p)};
+      C* packed_b = b_memory.get<C>(packed_b_size<C>(slab.cols, slab.depth));
+      pack_b_blocks<C>(g.b, p, j, slab.depth, slab.cols, packed_b, threads);
+      parallel_tasks((g.m + row_block - 1) / row_block, threads, [&](int64_t task, int) {
+        const int64_t i = task * row_block;
+        product_rows<C, Out>(g, slab, i, std::min(row_block, g.m - i), packed_b);
+      });
+    }
 }
 
 }  // namespace detail

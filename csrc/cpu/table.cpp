@@ -13,6 +13,12 @@ int64_t rotary(const Rotary&);
 void swiglu_forward(const SwigluForward&);
 void swiglu_backward(const SwigluBackward&);
 void adamw(const AdamW&);
+void cross_entropy_rows(const CrossEntropyRows&);
+void cross_entropy_gradient(const CrossEntropyGradient&);
+int64_t attention_forward_workspace(const AttentionShape&);
+void attention_forward(const AttentionForward&);
+int64_t attention_backward_workspace(const AttentionShape&);
+void attention_backward(const AttentionBackward&);
 
 }  // namespace pyfast
 
@@ -28,6 +34,12 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::swiglu_forward,
       pyfast::swiglu_backward,
       pyfast::adamw,
+      pyfast::cross_entropy_rows,
+      pyfast::cross_entropy_gradient,
+      pyfast::attention_forward_workspace,
+      pyfast::attention_forward,
+      pyfast::attention_backward_workspace,
+      pyfast::attention_backward,
   };
   pyfast::g_runtime = runtime;
   return &table;

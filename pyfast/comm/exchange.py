@@ -21,6 +21,7 @@ Finish = Callable[[], None]
 
 # Below this a message costs latency, not bytes: with more than two ranks, exchange whole tensors in one round.
 _ONE_ROUND_BYTES = 1 << 16
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -67,7 +68,9 @@ class Exchange:
 
     def all_reduce(self, tensor: Tensor, out: Tensor, op: str) -> Finish:
         """out = sum (or max) over the ranks of `tensor`; contiguous, equal shapes; `out` may be `tensor`."""
-        if self._size > 2 and tensor.nbytes > _ONE_ROUND_BYTES:
+        if self._size == 2:
+            return self._all_reduce_by_backend(tensor, out, op)
+        if tensor.nbytes > _ONE_ROUND_BYTES:
             return self._all_reduce_in_two_rounds(tensor.view(-1), out.view(-1), op)
         received = {peer: torch.empty_like(tensor) for peer in self._peers}
         works = self._post(received, {peer: tensor for peer in self._peers}, self._next_tag())
@@ -78,6 +81,13 @@ class Exchange:
             combine([received[rank] for rank in range(self._size)], out, op)
 
         return finish
+
+    def _all_reduce_by_backend(self, tensor: Tensor, out: Tensor, op: str) -> Finish:
+        """gloo's own, at two ranks the faster one; two numbers add to the same bits in either order."""
+        if out.data_ptr() != tensor.data_ptr():
+            out.copy_(tensor)
+        work = dist.all_reduce(out, op=_OPERATIONS[op], group=self._process_group, async_op=True)
+        return lambda: self._wait([work])
 
     def _all_reduce_in_two_rounds(self, flat: Tensor, out: Tensor, op: str) -> Finish:
         """Reduce-scatter, then all-gather: 2 (P-1)/P of the tensor sent by each rank instead of P-1 of it."""

@@ -1,12 +1,13 @@
 """Groups: an ordered set of ranks that exchange tensors. Every collective of the package goes through one.
 
 A group of one rank needs no torch.distributed and sends nothing. CPU tensors travel by this package's own transports,
-others by the process group's backend; both give the same bits on every rank, sums in rank order.
+others by the process group's backend. The result has the same bits on every rank; CPU sums run in rank order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,9 +21,12 @@ from pyfast.comm.exchange import Exchange
 from pyfast.comm.failure import Place, describe_absent
 from pyfast.comm.native import Native
 from pyfast.comm.record import Event, emit, recording
+from pyfast.comm.shared_memory import SharedMemory
 
 _REDUCTIONS = ("sum", "max")
 _SIGNATURE_BYTES = 512
+# Process group names, unique in a process as torch's own registry of them is, to the groups alive.
+_NAMED: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 
 class Work:
@@ -46,10 +50,29 @@ class Work:
 class _Lane:
     """What groups over the same ranks and process group share: their transports and the count of collectives."""
 
-    def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int, timeout_s: float) -> None:
-        self.pairs = Exchange(process_group, rank, size, timeout_s)
-        self.native = Native(process_group)
+    def __init__(
+        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float, shared: bool
+    ) -> None:
+        self._place = (process_group, ranks, rank, timeout_s)
+        self._try_shared = shared
+        self._cpu: Exchange | SharedMemory | None = None
+        self._native = Native(process_group)
         self.sequence = 0
+
+    def transport(self, tensor: Tensor) -> Exchange | SharedMemory | Native:
+        """The way `tensor` travels. The first call for a CPU tensor is collective: the ranks look for shared memory."""
+        if tensor.device.type != "cpu":
+            return self._native
+        if self._cpu is None:
+            process_group, ranks, rank, timeout_s = self._place
+            shared = SharedMemory.connect(process_group, ranks, rank, timeout_s) if self._try_shared else None
+            self._cpu = shared or Exchange(process_group, rank, len(ranks), timeout_s)
+        return self._cpu
+
+    def abandon(self) -> None:
+        """After a failure: let waiting peers fail too."""
+        if isinstance(self._cpu, SharedMemory):
+            self._cpu.abandon()
 
 
 class Group:
@@ -75,6 +98,7 @@ class Group:
         *,
         timeout_s: float = 600.0,
         checked: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
@@ -85,7 +109,10 @@ class Group:
         self.checked = checked
         if self.size > 1 and process_group is None:
             raise ValueError(f"process_group: is None for group '{name}' of {self.size} ranks")
-        self._lane = _Lane(process_group, rank, self.size, timeout_s) if process_group is not None else None
+        self._lane = None
+        if process_group is not None:
+            self._lane = _Lane(process_group, self.ranks, rank, timeout_s, shared_memory)
+            _NAMED[process_group.group_name] = self
 
     @classmethod
     def single(cls, name: str = "single", *, rank: int = 0) -> Group:
@@ -94,7 +121,14 @@ class Group:
 
     @classmethod
     def create(
-        cls, name: str, ranks: Sequence[int], *, rank: int, timeout_s: float | None = None, checked: bool = False
+        cls,
+        name: str,
+        ranks: Sequence[int],
+        *,
+        rank: int,
+        timeout_s: float | None = None,
+        checked: bool = False,
+        shared_memory: bool = True,
     ) -> Group | None:
         """A new group over the global `ranks`, None on ranks outside it.
 
@@ -107,6 +141,7 @@ class Group:
             checked: exchange a signature before every collective, so that ranks that disagree on operation, name,
                 shape or dtype raise the same ValueError instead of corrupting each other (a round trip per collective:
                 for tests and debugging).
+            shared_memory: exchange CPU tensors through shared memory when all ranks are on one host.
         """
         ranks = tuple(ranks)
         if len(set(ranks)) < len(ranks) or not ranks:
@@ -122,14 +157,22 @@ class Group:
         if rank not in ranks:
             return None
         # new_group sorts the ranks; the order of a group is the order of its process group
-        return cls(name, sorted(ranks), sorted(ranks).index(rank), process_group, timeout_s=timeout_s, checked=checked)
+        return cls(
+            name,
+            sorted(ranks),
+            sorted(ranks).index(rank),
+            process_group,
+            timeout_s=timeout_s,
+            checked=checked,
+            shared_memory=shared_memory,
+        )
 
     @classmethod
     def wrap(cls, group: Group | dist.ProcessGroup | None, name: str = "group") -> Group:
         """A Group from what an op accepts: a Group (returned as it is), a torch process group, or None (one rank).
 
-        Wrap a process group once and keep the result: two wraps of one process group must not have collectives in
-        flight at the same time.
+        A torch process group becomes the Group made from it, while that lives, else a new one. New ones of a process
+        group in use must not have collectives in flight at the same time.
         """
         if isinstance(group, Group):
             return group
@@ -137,11 +180,24 @@ class Group:
             return cls.single(name)
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: is a {type(group).__name__}, must be a pyfast Group, a torch ProcessGroup or None")
+        known = _NAMED.get(group.group_name)
+        # names come again after the job's groups were destroyed and made anew
+        if known is not None and known.process_group is group:
+            return known
         ranks = dist.get_process_group_ranks(group)
         rank = dist.get_rank(group)
         if len(ranks) == 1:
             return cls.single(name, rank=ranks[0])
-        return cls(name, ranks, rank, group, timeout_s=_world_timeout(group))
+        # perhaps wrapped anew for every call: not worth looking for shared memory each time
+        return cls(name, ranks, rank, group, timeout_s=_world_timeout(group), shared_memory=False)
+
+    @classmethod
+    def named(cls, process_group_name: str) -> Group:
+        """The group whose process group has this name (`process_group.group_name`): how the schema of an op holds one.
+
+        The Group made last for that process group, while it lives, so that both use one channel; else a new wrap.
+        """
+        return cls.wrap(dist.distributed_c10d._resolve_process_group(process_group_name))
 
     def renamed(self, name: str) -> Group:
         """The same ranks and the same channel under another name (the mesh dimension "dp-cp" when cp is 1)."""
@@ -277,12 +333,8 @@ class Group:
             emit(Event(operation, name, self.name, size, str(tensor.dtype).removeprefix("torch."), shape))
         if self.checked:
             self._run(lambda: self._compare_signatures(place, tensor, detail), place)
-        way = self._transport(tensor)
-        finish = self._run(lambda: start(way), place)
+        finish = self._run(lambda: start(lane.transport(tensor)), place)
         return lambda: self._run(finish, place)
-
-    def _transport(self, tensor: Tensor) -> Any:
-        return self._lane.pairs if tensor.device.type == "cpu" else self._lane.native
 
     def _complete(self, finish: Callable[[], None], result: Tensor, async_op: bool) -> Work | None:
         if async_op:
@@ -295,6 +347,7 @@ class Group:
         try:
             return step()
         except RuntimeError as error:
+            self._lane.abandon()
             absent = describe_absent(world_store(), self.ranks[self.rank], place)
             raise RuntimeError(
                 f"{place.operation} '{place.name}' of group '{self.name}' (ranks {list(self.ranks)}) failed on rank "
@@ -313,7 +366,7 @@ class Group:
         # spaces, not uninitialised bytes, after the text
         token = torch.frombuffer(bytearray(encoded.ljust(_SIGNATURE_BYTES)), dtype=torch.uint8).to(self._device())
         gathered = torch.zeros(self.size, _SIGNATURE_BYTES, dtype=torch.uint8, device=token.device)
-        self._transport(token).all_gather(token, gathered)()
+        self._lane.transport(token).all_gather(token, gathered)()
         if (gathered == gathered[0]).all():
             return
         texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in gathered.cpu()]

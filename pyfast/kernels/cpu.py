@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from pyfast import _C
-from pyfast.kernels.dtypes import sum_dtype
+from pyfast.kernels.cpu_attention import attention_backward, attention_forward  # noqa: F401
+from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.errors import position_error
-
-DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 def _library(isa: str) -> str | None:
@@ -218,4 +217,35 @@ def adamw_(
         exp_avg_sq.data_ptr(), 0 if master is None else master.data_ptr(), param.numel(), beta1, beta2,
         learning_rate * weight_decay, learning_rate / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps,
         grad_scale, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def cross_entropy_rows(
+    logits: Tensor, target: Tensor, start: int, softcap: float, exponentials: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse, x at the target, max x), each [rows], of logits [rows, V_local], columns [start, start + V_local) of V.
+
+    x = softcap * tanh(logits / softcap), or logits if softcap is 0; lse over these columns only; 0 where the target is
+    in none of them. Overwrites logits with exp(x - max x) if `exponentials`, else with x.
+    """
+    lse, picked, largest = (torch.empty(logits.shape[0], dtype=logits.dtype) for _ in range(3))
+    _C.cross_entropy_rows(
+        DTYPE_CODES[logits.dtype], logits.data_ptr(), target.data_ptr(), lse.data_ptr(), picked.data_ptr(),
+        largest.data_ptr(), *logits.shape, logits.stride(0), start, softcap, exponentials, torch.get_num_threads(),
+    )  # fmt: skip
+    return lse, picked, largest
+
+
+def cross_entropy_gradient_(
+    logits: Tensor, target: Tensor, start: int, lse: Tensor, largest: Tensor | None, grad: Tensor | None,
+    softcap: float, z_loss: float,
+) -> None:  # fmt: skip
+    """Turn what `cross_entropy_rows` left in logits into the gradient by the logits, given the whole vocabulary's lse.
+
+    largest: max x if logits hold exponentials, None if they hold x. grad [rows]: upstream gradients, None: all 1.
+    """
+    _C.cross_entropy_gradient(
+        DTYPE_CODES[logits.dtype], logits.data_ptr(), target.data_ptr(), lse.data_ptr(),
+        0 if largest is None else largest.data_ptr(), 0 if grad is None else grad.data_ptr(),
+        *logits.shape, logits.stride(0), start, softcap, z_loss, torch.get_num_threads(),
     )  # fmt: skip

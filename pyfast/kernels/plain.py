@@ -12,6 +12,7 @@ from torch import Tensor
 from pyfast.kernels import reference
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.kernels.errors import position_error
+from pyfast.kernels.plain_attention import attention_backward, attention_forward  # noqa: F401
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -75,3 +76,47 @@ def adamw_(
         param, grad, exp_avg, exp_avg_sq, step=step, learning_rate=learning_rate, betas=(beta1, beta2), eps=eps,
         weight_decay=weight_decay, master=master, grad_scale=grad_scale,
     )  # fmt: skip
+
+
+def cross_entropy_rows(
+    logits: Tensor, target: Tensor, start: int, softcap: float, exponentials: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `cpu.cross_entropy_rows`."""
+    rows, cols = logits.shape
+    if softcap > 0:
+        logits.copy_(softcap * torch.tanh(logits / softcap))
+    if cols == 0:
+        return logits.new_full((rows,), float("-inf")), logits.new_zeros(rows), logits.new_zeros(rows)
+    lse, largest = torch.logsumexp(logits, -1), logits.amax(-1)
+    here, local = _local_target(target, start, cols)
+    picked = torch.where(here, logits.gather(1, local.unsqueeze(1)).squeeze(1), 0.0)
+    if exponentials:
+        logits.sub_(largest.unsqueeze(1)).exp_()
+    return lse, picked, largest
+
+
+def cross_entropy_gradient_(
+    logits: Tensor, target: Tensor, start: int, lse: Tensor, largest: Tensor | None, grad: Tensor | None,
+    softcap: float, z_loss: float,
+) -> None:  # fmt: skip
+    """See `cpu.cross_entropy_gradient_`."""
+    if logits.shape[1] == 0:
+        return
+    grad = torch.ones_like(lse) if grad is None else grad
+    slope = grad * (1 + 2 * z_loss * lse)
+    cap_slope = 1 - (logits / softcap).square() if softcap > 0 else None
+    if largest is None:
+        logits.sub_(lse.unsqueeze(1)).exp_()
+    else:
+        slope = slope * torch.exp(largest - lse)
+    logits.mul_(slope.unsqueeze(1))
+    here, local = _local_target(target, start, logits.shape[1])
+    logits.scatter_add_(1, local.unsqueeze(1), torch.where(here, -grad, 0.0).unsqueeze(1))
+    if cap_slope is not None:
+        logits.mul_(cap_slope)
+
+
+def _local_target(target: Tensor, start: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Whether each target lies in columns [start, start + cols), and its index there (any index if it does not)."""
+    local = target - start
+    return (local >= 0) & (local < cols), local.clamp(0, cols - 1)

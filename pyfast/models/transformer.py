@@ -143,7 +143,8 @@ class Transformer(nn.Module):
                 f"labels have shape {tuple(labels.shape)}, they must have the shape of ids {tuple(ids.shape)}"
             )
         h = self.hidden(ids, cu_seqlens=cu_seqlens, positions=positions)
-        return ops.linear_cross_entropy(h, self.head_weight, labels, group=self.group)
+        weight, vocab = self.head_weight, self.config.vocab
+        return ops.linear_cross_entropy(h, weight, labels, group=self.group, vocab=vocab, name="loss")
 
     def hidden(
         self,

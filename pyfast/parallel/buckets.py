@@ -1,9 +1,9 @@
 """Flat buckets: parameters and their gradients in a few long buffers, reduced over the ranks while backward still runs.
 
 Parameters that share dtype, device, reduction and optimizer group lie one after the other in one flat buffer, and so
-do their gradients, in float32 (float64 for float64) whatever the parameters' dtype. A reduction, an optimizer or a shard
-of either is then one call over one buffer. The order is that of backward (last parameter first), so that the first
-bucket is full early.
+do their gradients, in float32 (float64 for float64) whatever the parameters' dtype. A reduction, an optimizer or a
+shard of either is then one call over one buffer. The order is that of backward (last parameter first), so that the
+first bucket is full early.
 
 Gradients are summed, never averaged: the loss is divided by the global token count before backward.
 The scheme is that of PyTorch DDP's buckets and Megatron-Core's main_grad.

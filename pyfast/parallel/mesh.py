@@ -80,18 +80,25 @@ class ParallelMesh:
         world_size: int,
         timeout_s: float | None = None,
         checked: bool = False,
+        shared_memory: bool = True,
     ) -> ParallelMesh:
         """The mesh of `config` over the `world_size` ranks of the job, as seen by `rank`.
 
         Collective: every rank of the job calls it, with the same config. Call `comm.bootstrap.initialize` first, unless
-        the world has one rank. `timeout_s` and `checked` are those of `Group.create`.
+        the world has one rank. `timeout_s`, `checked` and `shared_memory` are those of `Group.create`.
 
         Raises:
             ValueError: the layout does not fill the world, or `rank` is outside it.
         """
         config = config.resolve(world_size)
         return cls.from_sizes(
-            config.order, config.sizes(), rank=rank, world_size=world_size, timeout_s=timeout_s, checked=checked
+            config.order,
+            config.sizes(),
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            checked=checked,
+            shared_memory=shared_memory,
         )
 
     @classmethod
@@ -104,6 +111,7 @@ class ParallelMesh:
         world_size: int,
         timeout_s: float | None = None,
         checked: bool = False,
+        shared_memory: bool = True,
     ) -> ParallelMesh:
         """As `create`, from the sizes of the dimensions named in `order`, which may be any names."""
         combined = [joint for joint in _COMBINED if set(joint.split("-")) <= set(order.split("-"))]
@@ -113,15 +121,18 @@ class ParallelMesh:
                 f"sizes: {dict(sizes)} make {len(wanted['world'][0])} ranks; the job has {world_size}, "
                 f"this is rank {rank}"
             )
+        options = {"timeout_s": timeout_s, "checked": checked, "shared_memory": shared_memory}
         channels: dict[tuple[int, ...], Group | None] = {}
         mine: dict[str, Group] = {}
         for name, partition in wanted.items():
             for ranks in partition:
                 # dimensions with the same ranks share one channel; every rank walks the same list, as new_group demands
                 if ranks not in channels:
-                    channels[ranks] = Group.create(name, ranks, rank=rank, timeout_s=timeout_s, checked=checked)
+                    channels[ranks] = Group.create(name, ranks, rank=rank, **options)
                 if rank in ranks:
-                    mine[name] = channels[ranks].renamed(name)
+                    # the first name keeps the group itself, which `Group.named` finds only while it lives
+                    channel = channels[ranks]
+                    mine[name] = channel if channel.name == name else channel.renamed(name)
         return cls(order, sizes, rank, mine)
 
     @classmethod

@@ -25,7 +25,8 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 def run(*command: str) -> str:
     """The standard output of `python *command`, which must succeed."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    here = RUNNER.parent  # not the checkout, whose pyfast may not be the one that is installed
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 

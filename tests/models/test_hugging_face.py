@@ -27,22 +27,21 @@ SIZES = {
 }
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 500.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 CASES = {
     "llama": ("Llama", {}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
     "llama, every bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one kv head of size 12": ("Llama", {"num_key_value_heads": 1, "head_dim": 12}),
-    "llama, theta": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
-    "llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 77.0}}),
-    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama, theta": ("Llama", {"rms_norm_eps": 1e-5, "rope_theta": 77.0}),
+    "llama, linear": ("Llama", {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    "llama, llama3": ("Llama", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
+    "llama, yarn": ("Llama", {"rope_theta": 500.0, "rope_scaling": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3, bias, tied": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3, window": (
@@ -233,6 +232,8 @@ def test_a_config_that_no_family_can_hold_is_refused_before_anything_is_written(
 def test_config_there_and_back(case):
     family, options = CASES[case]
     config = config_from_hugging_face(getattr(transformers, f"{family}Config")(**{**SIZES, **options}).to_dict())
+    assert config.rope_theta == options.get("rope_theta", 10000.0)
+    assert (config.rope_scaling is None) == ("rope_scaling" not in options)
     assert config_from_hugging_face(json.loads(json.dumps(config_to_hugging_face(config)))) == config
 
 

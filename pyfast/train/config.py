@@ -111,7 +111,7 @@ class RunConfig(_Section):
     """How long, how much at a time, in which number format, on how many processes."""
 
     section: ClassVar[str] = "train"
-    steps: int = key(200, "optimizer steps of the whole run", least=1)
+    steps: int = key(400, "optimizer steps of the whole run", least=1)
     sequence_length: int = key(256, "tokens of one sequence", least=1)
     micro_batch: int = key(8, "sequences of one forward and backward on one rank", least=1)
     global_batch: int = key(8, "sequences of one step, over all ranks and micro-batches", least=1)

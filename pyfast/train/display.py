@@ -57,7 +57,7 @@ class Display:
         self._start = info
         self.console.print(Panel(_start_table(info), title="pyfast train", title_align="left", expand=False))
         for notice in info.notices:
-            self.console.print(notice, style="yellow", markup=False)
+            self.console.print(notice, style="yellow", markup=False, soft_wrap=True)
         if self.console.is_terminal:
             self._progress = Progress(
                 BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
@@ -83,11 +83,11 @@ class Display:
             self.console.print(
                 f"step {metrics.step:>{len(str(info.steps))}}/{info.steps}  loss {metrics.loss:.4f}  "
                 f"grad norm {metrics.grad_norm:.3g}  lr {metrics.learning_rate:.2e}  "
-                f"{metrics.tokens_per_second:,.0f} tokens/s  left {clock(left)}", markup=False)
+                f"{metrics.tokens_per_second:,.0f} tokens/s  left {clock(left)}", markup=False, soft_wrap=True)
 
     def notice(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, style="yellow", markup=False)
+        self.console.print(text, style="yellow", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Take the bar down, also when the run failed."""

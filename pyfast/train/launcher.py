@@ -35,7 +35,7 @@ from pyfast.comm import bootstrap
 from pyfast.train import stop as stopping
 from pyfast.train.allocator import reuse_large_blocks
 from pyfast.train.config import TrainConfig, resolve
-from pyfast.train.errors import RankFailed, TrainingError, as_training_error
+from pyfast.train.errors import ConfigError, RankFailed, TrainingError, as_training_error
 
 POLL_SECONDS = 0.1
 TIMEOUT_SECONDS = 600.0
@@ -49,6 +49,9 @@ def launch(config: TrainConfig, command: str = "pyfast train") -> int:
     """
     joined = joined_world()
     world_size = joined[1] if joined else config.processes
+    if joined and config.train.processes not in (None, world_size):
+        raise ConfigError("train.processes", config.train.processes,
+                          f"the launcher this runs under started {world_size} ranks", hint="Leave it at null.")
     resolve(config, world_size)  # an impossible layout is found before anything starts
     if not joined:
         preflight(config)

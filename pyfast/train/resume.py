@@ -29,11 +29,23 @@ _NOT_THE_MODEL = {"max_positions", "residual_dtype", "initial_std"}
 
 @dataclass(frozen=True)
 class Start:
-    """Where the run starts. `step`: steps done before; `path`: the checkpoint to load; `notices`: what to tell."""
+    """Where the run starts.
+
+    step: steps done before. path: the checkpoint to load. data: fingerprint of the data it was trained on. notices: what
+    the user should know.
+    """
 
     step: int = 0
     path: Path | None = None
+    data: str | None = None
     notices: tuple[str, ...] = ()
+
+    def with_data(self, fingerprint: str) -> Start:
+        """This start, with a notice when the data are not those of the checkpoint."""
+        if self.data in (None, fingerprint):
+            return self
+        text = "The data are not those of the checkpoint: the sequences that follow are not the ones left over."
+        return dataclasses.replace(self, notices=(*self.notices, text))
 
 
 def find_start(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer) -> Start:
@@ -51,7 +63,7 @@ def find_start(config: TrainConfig, model: TransformerConfig, tokenizer: Tokeniz
     if own is not None and _read(own).step > metadata.step:
         raise ConfigError("checkpoint.resume", resume, f"{directory} holds later checkpoints (up to {own.name})",
                           hint="Give another --log.directory to branch off, or resume from the last one.")
-    return Start(metadata.step, path, tuple(_changes(config, metadata.config or {})))
+    return Start(metadata.step, path, metadata.scalars.get("data"), tuple(_changes(config, metadata.config or {})))
 
 
 def _read(path: Path) -> Any:

@@ -76,7 +76,7 @@ class Trainer:
             raise as_training_error(error) from error
         if self.step >= self.config.train.steps:
             return FitResult(NOTHING_TO_DO, self.step, self.saved)
-        writer = MetricsWriter(self.config.log.directory, last_step=self.step) if self.rank == 0 else None
+        writer = self._open_metrics()
         try:
             if self.display is not None:
                 self.display.start(self, start, writer.moved_to)
@@ -87,6 +87,12 @@ class Trainer:
             if self.display is not None:
                 self.display.close()
 
+    def _open_metrics(self) -> MetricsWriter | None:
+        try:
+            return MetricsWriter(self.config.log.directory, last_step=self.step) if self.rank == 0 else None
+        except OSError as error:
+            raise as_training_error(error) from error
+
     # Setting up.
 
     def _set_up(self) -> Start:
@@ -95,6 +101,9 @@ class Trainer:
         self.tokenizer = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
         self.model_config = transformer_config(config, self.tokenizer)
         start = self._find_start()
+        self.step, self.saved = start.step, start.path
+        if self.step >= config.train.steps:
+            return start
         self.dataset = load_dataset(
             config.data.path_list(), self.tokenizer, sequence_length=config.train.sequence_length,
             micro_batch=config.train.micro_batch, global_batch=config.train.global_batch, seed=config.train.seed,
@@ -107,8 +116,9 @@ class Trainer:
             group_of=lambda name, p: parameter_group(name, p, decay_all=config.optimizer.decay_all),
         )
         self.optimizer = make_optimizer(self.buckets, config.optimizer)
-        self._load(start)
-        return start
+        if start.path is not None:
+            load_state(start.path, self.model, self.optimizer, self.mesh)
+        return start.with_data(self.dataset.fingerprint)
 
     def _find_start(self) -> Start:
         """Rank 0 looks at the files, all ranks take its answer or raise its error."""
@@ -122,12 +132,6 @@ class Trainer:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def _load(self, start: Start) -> None:
-        if start.path is None:
-            return
-        load_state(start.path, self.model, self.optimizer, self.mesh)
-        self.step, self.saved = start.step, start.path
 
     # The loop.
 

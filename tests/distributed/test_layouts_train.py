@@ -112,3 +112,15 @@ def test_a_stop_on_one_rank_stops_all_and_the_resumed_run_has_the_same_bits(rank
     for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
         assert [a[key] for key in ("step", "loss", "grad_norm", "learning_rate")] == \
             [b[key] for key in ("step", "loss", "grad_norm", "learning_rate")]
+
+
+def test_a_run_goes_on_under_another_layout(ranks, texts, tmp_path):
+    from pyfast.train.metrics import read
+
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    assert resume(0, 1, str(texts), 1, whole, 99) == 6
+    assert ranks.run(resume, 2, str(texts), 2, parts, 3) == [3, 3]  # tensor parallel 2
+    assert ranks.run(resume, 2, str(texts), 1, parts, 5) == [5, 5]  # data parallel 2
+    assert resume(0, 1, str(texts), 1, parts, 99) == 6
+    for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)

@@ -182,7 +182,7 @@ def test_a_named_checkpoint_starts_another_run(tmp_path, text):
 @pytest.mark.parametrize("sections, message", [
     ({"model": {"width": 64}}, "another model.*model.width is 64, in the checkpoint 32"),
     ({"model": {"qk_norm": True}}, "another model.*model.qk_norm is true, in the checkpoint false"),
-    ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "not a checkpoint of this model"),
+    ({"train": {"steps": 8}, "optimizer": {"name": "sgd", "momentum": 0.9}}, "not a checkpoint of this model"),
     ({"checkpoint": {"resume": "/no/such/place"}}, "checkpoint.resume = '/no/such/place'"),
 ])
 def test_a_checkpoint_that_does_not_fit_is_one_clear_error(tmp_path, text, sections, message):
@@ -199,6 +199,33 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, text, monkeypatc
     Trainer(config_for(tmp_path, text)).fit()
     monkeypatch.setattr(tokenizer.ByteTokenizer, "fingerprint", "another")
     with pytest.raises(TrainingError, match="another tokenizer"):
+        Trainer(config_for(tmp_path, text)).fit()
+
+
+class Notes:
+    """A display that keeps what is said at the start."""
+
+    said: tuple[str, ...] = ()
+
+    def start(self, trainer, start, moved_to):
+        self.said = start.notices
+
+    def step(self, metrics): pass
+    def close(self): pass
+
+
+def test_what_changed_since_the_checkpoint_is_said(tmp_path, text):
+    Trainer(config_for(tmp_path, text)).fit()
+    (text / "more.txt").write_text("more text than there was")
+    notes = Notes()
+    Trainer(config_for(tmp_path, text, train={"steps": 8}, optimizer={"learning_rate": 0.1}), display=notes).fit()
+    assert "train.steps 6 -> 8" in notes.said[0] and "optimizer.learning_rate 0.003 -> 0.1" in notes.said[0]
+    assert "data are not those of the checkpoint" in notes.said[1]
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path, text):
+    (tmp_path / "run").write_text("a file is in the way")
+    with pytest.raises(TrainingError, match=str(tmp_path / "run")):
         Trainer(config_for(tmp_path, text)).fit()
 
 

@@ -2,7 +2,8 @@
 
 Parameters live in flat buffers (`pyfast.parallel.FlatBuckets`), their gradients in flat float32 ones (float64 for
 float64 parameters), and so does the state here. bfloat16 parameters have a float32 master copy that is updated and
-rounded into them. The clip coefficient is a factor of the step (`grad_scale`), so no pass over the gradients is spent on clipping.
+rounded into them. The clip coefficient is a factor of the step (`grad_scale`), so
+no pass over the gradients is spent on clipping.
 """
 
 from __future__ import annotations

@@ -24,8 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:
-        return fail(f"{arguments[0]}: there is no such command. Commands: {', '.join(COMMANDS)}. See pyfast --help.",
-                    USAGE_ERROR)
+        return fail(
+            f"{arguments[0]}: there is no such command. Commands: {', '.join(COMMANDS)}. See pyfast --help.",
+            USAGE_ERROR,
+        )
     try:
         return command[0](arguments[1:])
     except KeyboardInterrupt:
@@ -35,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fail(message: str, code: int) -> int:
     """Print one error on stderr; returns the exit code. Long paragraphs are wrapped, tracebacks are left alone."""
     if "\n" not in message:
-        message = textwrap.fill(f"pyfast: {message}", 110, subsequent_indent="  ", break_long_words=False,
-                                break_on_hyphens=False)
+        message = textwrap.fill(
+            f"pyfast: {message}", 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     else:
         message = f"pyfast: {message}"
     print(message, file=sys.stderr)
@@ -87,23 +90,41 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "prepare": (prepare, "tokenize text into a file that training maps into memory"),
     "convert": (convert, "checkpoint to Hugging Face model and back"),
     "doctor": (doctor, "say what works on this machine, what is missing and what to do about it"),
-    "verify": (_later("verify", "To compare layouts now, train twice with --optimizer.name sgd and compare metrics.jsonl."),
-               "check that a layout computes what one process computes (not supported yet)"),
-    "plan": (_later("plan", "To try a layout now: pyfast train --train.steps 3."),
-             "search the layout for a model and a machine (not supported yet)"),
-    "bench": (_later("bench", "The benchmarks are a pytest suite of the source tree: pip install '.[bench]', then "
-                              "pytest bench, or python bench/train_step.py."),
-              "run the benchmarks (not supported yet)"),
+    "verify": (
+        _later("verify", "To compare layouts now, train twice with --optimizer.name sgd and compare metrics.jsonl."),
+        "check that a layout computes what one process computes (not supported yet)",
+    ),
+    "plan": (
+        _later("plan", "To try a layout now: pyfast train --train.steps 3."),
+        "search the layout for a model and a machine (not supported yet)",
+    ),
+    "bench": (
+        _later(
+            "bench",
+            "The benchmarks are a pytest suite of the source tree: pip install '.[bench]', then "
+            "pytest bench, or python bench/train_step.py.",
+        ),
+        "run the benchmarks (not supported yet)",
+    ),
 }
 
 
 def _help() -> str:
     width = max(len(name) for name in COMMANDS)
-    lines = ["usage: pyfast COMMAND [arguments]", "",
-             "Train large transformers in parallel, on CPUs and GPUs.", "", "Commands:"]
+    lines = [
+        "usage: pyfast COMMAND [arguments]",
+        "",
+        "Train large transformers in parallel, on CPUs and GPUs.",
+        "",
+        "Commands:",
+    ]
     lines += [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    lines += ["", "pyfast COMMAND --help says more about one; pyfast --version prints the version.", "",
-              "Start with: pyfast train"]
+    lines += [
+        "",
+        "pyfast COMMAND --help says more about one; pyfast --version prints the version.",
+        "",
+        "Start with: pyfast train",
+    ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`pyfast convert`: a checkpoint to a Hugging Face directory, and a Hugging Face directory to a checkpoint to start from."""
+"""`pyfast convert`: a checkpoint to a Hugging Face directory, and such a directory to a checkpoint to start from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 ABOUT = """Convert a model. SOURCE is a checkpoint (a directory step-NNNNNNNN, or a directory of them: the newest), then
 DESTINATION becomes a directory that transformers' from_pretrained loads; or SOURCE is such a directory (config.json and
-safetensors), then DESTINATION becomes a directory of checkpoints to train on from, with --checkpoint.resume DESTINATION."""
+safetensors), then DESTINATION becomes a directory of checkpoints to train on from, with --checkpoint.resume
+DESTINATION."""
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +53,9 @@ def _to_hugging_face(source: Path, destination: Path) -> str:
 
     path = source if source.name.startswith("step-") else latest(source)
     if path is None:
-        raise ValueError(f"SOURCE {source} is neither a checkpoint, nor a directory of them, nor a directory with a config.json")
+        raise ValueError(
+            f"SOURCE {source} is neither a checkpoint, nor a directory of them, nor a directory with a config.json"
+        )
     metadata = read_metadata(path)
     recorded = metadata.config or {}
     if "transformer" not in recorded:
@@ -73,4 +76,6 @@ def _to_checkpoint(source: Path, destination: Path) -> str:
     config = {"transformer": dataclasses.asdict(model.config)}
     state = CheckpointState(dict(model.named_parameters()), None, {"optimizer_steps": 0})
     path = save(destination, 0, state, ParallelMesh.single(), config=config)
-    return f"{source} -> {path}: train on from it with --checkpoint.resume {destination} and the model keys of its config"
+    return (
+        f"{source} -> {path}: train on from it with --checkpoint.resume {destination} and the model keys of its config"
+    )

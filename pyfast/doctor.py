@@ -34,8 +34,9 @@ class Finding:
 
 def main(arguments: list[str]) -> int:
     """Run `pyfast doctor`; exit code 1 when something that training needs is broken."""
-    argparse.ArgumentParser(prog="pyfast doctor", description="Say what works on this machine, what is missing and "
-                            "what to do about it.").parse_args(arguments)
+    argparse.ArgumentParser(
+        prog="pyfast doctor", description="Say what works on this machine, what is missing and what to do about it."
+    ).parse_args(arguments)
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -89,7 +90,9 @@ def _machine() -> list[Finding]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         findings.append(Finding("memory", GOOD, f"{memory:.1f} GiB"))
     if os.path.isdir("/dev/shm"):
-        findings.append(Finding("shared memory", GOOD, f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free in /dev/shm"))
+        findings.append(
+            Finding("shared memory", GOOD, f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free in /dev/shm")
+        )
     return findings
 
 
@@ -112,7 +115,11 @@ def _backends() -> list[Finding]:
     nccl = dist.is_nccl_available()
     return [
         Finding("gloo", GOOD if gloo else BAD, "several processes on CPU" if gloo else "this build of torch lacks it"),
-        Finding("nccl", GOOD if nccl else OPTIONAL, "several GPUs" if nccl else "only for GPUs: a CUDA build of torch has it"),
+        Finding(
+            "nccl",
+            GOOD if nccl else OPTIONAL,
+            "several GPUs" if nccl else "only for GPUs: a CUDA build of torch has it",
+        ),
     ]
 
 
@@ -120,5 +127,8 @@ def _gpus() -> list[Finding]:
     import torch
 
     if torch.cuda.is_available():
-        return [Finding(f"GPU {index}", GOOD, torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]
+        return [
+            Finding(f"GPU {index}", GOOD, torch.cuda.get_device_name(index))
+            for index in range(torch.cuda.device_count())
+        ]
     return [Finding("GPU", OPTIONAL, "none found; training runs on the CPU")]

@@ -87,7 +87,8 @@ def format_help(width: int = 120) -> str:
     lines += [
         "  --config FILE.yaml         read keys from a YAML file (may be given more than once)",
         "  --print_config             print the whole config as YAML and exit",
-        "  -h, --help                 print this help and exit", "",
+        "  -h, --help                 print this help and exit",
+        "",
         "Each line: the key, its [default], what it is for; what is allowed.",
     ]
     defaults = to_dict(TrainConfig())
@@ -99,8 +100,9 @@ def format_help(width: int = 120) -> str:
         default = yaml_word(defaults[section][item.name])
         head = f"  --{name:<28} [{default}]"
         text = f"{help_line(name, item)}; {describe_allowed(item, hint)}"
-        lines += textwrap.wrap(f"{head:<50} {text}", width, subsequent_indent=" " * 51, break_on_hyphens=False,
-                               drop_whitespace=True) or [head]
+        lines += textwrap.wrap(
+            f"{head:<50} {text}", width, subsequent_indent=" " * 51, break_on_hyphens=False, drop_whitespace=True
+        ) or [head]
     return "\n".join(lines) + "\n"
 
 
@@ -118,7 +120,8 @@ def _readable(message: str) -> TrainingError:
         item, hint = keys[wrong[1]]
         return ConfigError(wrong[1], wrong[2].strip(), f"allowed is {describe_allowed(item, hint)}")
     unknown = re.search(r"Option '([^']+)' is not accepted", message) or re.search(
-        r"unrecognized arguments: --?([\w.+-]+)", message)
+        r"unrecognized arguments: --?([\w.+-]+)", message
+    )
     if unknown:
         return UnknownKey(_unknown_key(unknown[1].strip("+"), list(keys)))
     return UnknownKey(" ".join(message.replace('Parser key "config":', "--config:").split()))

@@ -20,8 +20,16 @@ from pyfast.train.errors import ConfigError, NotSupportedYet, yaml_word
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
-def key(default: Any, text: str, *, least: float | None = None, above: float | None = None, most: float | None = None,
-        later: bool = False, later_values: tuple = ()) -> Any:
+def key(
+    default: Any,
+    text: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    later: bool = False,
+    later_values: tuple = (),
+) -> Any:
     """A config field: its default, its help line, its limits (`least` <= value <= `most`, value > `above`).
 
     later: refused unless equal to the default. later_values: single values that are refused.
@@ -62,10 +70,12 @@ class ModelConfig(_Section):
     attention_output_bias: bool = key(False, "bias on the attention's output projection")
     ffn_bias: bool = key(False, "biases in the feed-forward")
     rope_scaling: dict[str, Any] | None = key(
-        None, "stretched positions: kind (linear, llama3, yarn), factor, and the keys of that kind")
+        None, "stretched positions: kind (linear, llama3, yarn), factor, and the keys of that kind"
+    )
     max_positions: int | None = key(None, "longest sequence the model can read; null = train.sequence_length", least=1)
     residual_dtype: Literal["float32"] | None = key(
-        None, "float32 keeps the residual stream in float32 over bfloat16; null = train.dtype")
+        None, "float32 keeps the residual stream in float32 over bfloat16; null = train.dtype"
+    )
     window: int | None = key(None, "tokens a query sees, itself included; null = all before it", least=1, later=True)
     experts: int = key(0, "experts of a mixture-of-experts layer", later=True)
     experts_per_token: int | None = key(None, "experts each token is sent to", later=True)
@@ -82,8 +92,9 @@ class ModelConfig(_Section):
         if self.heads % kv_heads:
             raise ConfigError("model.kv_heads", kv_heads, f"must divide model.heads = {self.heads}")
         if self.head_size is None and self.width % self.heads:
-            raise ConfigError("model.heads", self.heads, f"must divide model.width = {self.width}",
-                              hint="Or give model.head_size.")
+            raise ConfigError(
+                "model.heads", self.heads, f"must divide model.width = {self.width}", hint="Or give model.head_size."
+            )
         size = self.head_size or self.width // self.heads
         if size % 2:
             raise ConfigError("model.head_size", size, "must be even, because rotary positions turn pairs")
@@ -95,10 +106,12 @@ class DataConfig(_Section):
 
     section: ClassVar[str] = "data"
     paths: str | list[str] | None = key(
-        None, "text files, directories, .jsonl or prepared files; null = the Python standard library's source")
+        None, "text files, directories, .jsonl or prepared files; null = the Python standard library's source"
+    )
     tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
     end_token: str | int | None = key(
-        None, "token (text or id) that ends a document; null = the one the tokenizer's files name")
+        None, "token (text or id) that ends a document; null = the one the tokenizer's files name"
+    )
     mask_prompt: bool = key(False, "no loss on the prompt of .jsonl lines with prompt and completion")
 
     def path_list(self) -> list[str] | None:
@@ -111,12 +124,13 @@ class RunConfig(_Section):
     """How long, how much at a time, in which number format, on how many processes."""
 
     section: ClassVar[str] = "train"
-    steps: int = key(200, "optimizer steps of the whole run", least=1)
+    steps: int = key(400, "optimizer steps of the whole run", least=1)
     sequence_length: int = key(256, "tokens of one sequence", least=1)
     micro_batch: int = key(8, "sequences of one forward and backward on one rank", least=1)
     global_batch: int = key(8, "sequences of one step, over all ranks and micro-batches", least=1)
-    dtype: Dtype = key("float32", "number format of the parameters; bfloat16 keeps a float32 master copy",
-                       later_values=("float16",))
+    dtype: Dtype = key(
+        "float32", "number format of the parameters; bfloat16 keeps a float32 master copy", later_values=("float16",)
+    )
     seed: int = key(0, "seed of the weights and of the data order", least=0, most=2**63 - 1)
     recompute: bool | str | None = key(None, "recompute activations in the backward pass", later=True)
     processes: int | None = key(None, "processes to start; null = as many as the layout needs", least=1)
@@ -130,11 +144,13 @@ class OptimizerConfig(_Section):
     name: Literal["adamw", "sgd", "muon"] = key("adamw", "update rule", later_values=("muon",))
     learning_rate: float = key(3e-3, "peak learning rate", least=0.0)
     schedule: Literal["constant", "cosine", "linear", "wsd"] = key(
-        "cosine", "course after the warmup (wsd: constant, then a linear fall over decay_steps)")
+        "cosine", "course after the warmup (wsd: constant, then a linear fall over decay_steps)"
+    )
     warmup_steps: int = key(20, "steps of linear rise from 0 to the peak", least=0)
     decay_steps: int | None = key(None, "steps of wsd's fall at the end; null = a fifth of the run", least=0)
-    final_fraction: float = key(0.1, "learning rate at the end, as a fraction of the peak (not for constant)",
-                                least=0.0, most=1.0)
+    final_fraction: float = key(
+        0.1, "learning rate at the end, as a fraction of the peak (not for constant)", least=0.0, most=1.0
+    )
     weight_decay: float = key(0.1, "decoupled weight decay (adamw) or L2 term (sgd)", least=0.0)
     decay_all: bool = key(False, "decay norm weights and biases too")
     beta1: float = key(0.9, "adamw: decay of the first moment", least=0.0, most=1.0)
@@ -143,9 +159,9 @@ class OptimizerConfig(_Section):
     momentum: float = key(0.0, "sgd: momentum", least=0.0, most=1.0)
     clip_norm: float | None = key(None, "largest global gradient norm; null = no clipping", above=0.0)
     lr_scaling: Literal["none", "linear", "sqrt"] = key(
-        "none", "scale learning_rate by global_batch / reference_batch, or by its square root")
-    reference_batch: int | None = key(None, "global batch that learning_rate was chosen for (with lr_scaling)",
-                                      least=1)
+        "none", "scale learning_rate by global_batch / reference_batch, or by its square root"
+    )
+    reference_batch: int | None = key(None, "global batch that learning_rate was chosen for (with lr_scaling)", least=1)
 
 
 @dataclass(frozen=True)
@@ -320,8 +336,10 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     replica, data = layout_size(config.parallel), config.parallel.data
     if world_size % replica or (data is not None and data * replica != world_size):
         need = f"{replica}" if data is None else f"{replica} x data {data} = {replica * data}"
-        allowed = f"the layout tensor {config.parallel.tensor} x context {config.parallel.context} x pipeline " \
-                  f"{config.parallel.pipeline} needs " + (f"a multiple of {need}" if data is None else need) + " ranks"
+        allowed = (
+            f"the layout tensor {config.parallel.tensor} x context {config.parallel.context} x pipeline "
+            f"{config.parallel.pipeline} needs " + (f"a multiple of {need}" if data is None else need) + " ranks"
+        )
         raise ConfigError("number of ranks", world_size, allowed, hint="Change parallel.* or train.processes.")
     parallel = config.parallel.resolve(world_size)
     _check_tensor_parallel(config.model, parallel.tensor)
@@ -333,15 +351,20 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
 def _check_tensor_parallel(model: ModelConfig, tensor: int) -> None:
     for name, count in (("heads", model.heads), ("kv_heads", model.kv_heads or model.heads)):
         if count % tensor:
-            raise ConfigError(f"model.{name}", count, f"must be a multiple of parallel.tensor = {tensor}",
-                              hint="Each tensor-parallel rank holds whole heads.")
+            raise ConfigError(
+                f"model.{name}",
+                count,
+                f"must be a multiple of parallel.tensor = {tensor}",
+                hint="Each tensor-parallel rank holds whole heads.",
+            )
 
 
 def _check_batches(config: TrainConfig, data: int) -> None:
     run = config.train
     if run.global_batch % (run.micro_batch * data):
         raise ConfigError(
-            "train.global_batch", run.global_batch,
+            "train.global_batch",
+            run.global_batch,
             f"must be a multiple of train.micro_batch x data-parallel ranks = {run.micro_batch} x {data}",
         )
 
@@ -353,11 +376,15 @@ def _check_optimizer(config: TrainConfig) -> None:
             raise ConfigError(f"optimizer.{name}", getattr(optimizer, name), "must be less than 1")
     _check_used(optimizer)
     if optimizer.lr_scaling != "none" and optimizer.reference_batch is None:
-        raise ConfigError("optimizer.reference_batch", None,
-                          f"must be given with optimizer.lr_scaling = {optimizer.lr_scaling}")
+        raise ConfigError(
+            "optimizer.reference_batch", None, f"must be given with optimizer.lr_scaling = {optimizer.lr_scaling}"
+        )
     if optimizer.schedule == "wsd" and optimizer.warmup_steps + (optimizer.decay_steps or 0) > steps:
-        raise ConfigError("optimizer.decay_steps", optimizer.decay_steps,
-                          f"warmup_steps {optimizer.warmup_steps} + decay_steps must be at most train.steps = {steps}")
+        raise ConfigError(
+            "optimizer.decay_steps",
+            optimizer.decay_steps,
+            f"warmup_steps {optimizer.warmup_steps} + decay_steps must be at most train.steps = {steps}",
+        )
 
 
 def _check_used(optimizer: OptimizerConfig) -> None:
@@ -379,8 +406,10 @@ def _check_used(optimizer: OptimizerConfig) -> None:
 
 def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """The config as plain nested dictionaries, as in YAML."""
-    return {name: {item.name: getattr(getattr(config, name), item.name) for item in dataclasses.fields(section)}
-            for name, section in sections().items()}
+    return {
+        name: {item.name: getattr(getattr(config, name), item.name) for item in dataclasses.fields(section)}
+        for name, section in sections().items()
+    }
 
 
 def from_dict(values: dict[str, dict[str, Any]]) -> TrainConfig:

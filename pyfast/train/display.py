@@ -57,24 +57,37 @@ class Display:
         self._start = info
         self.console.print(Panel(_start_table(info), title="pyfast train", title_align="left", expand=False))
         for notice in info.notices:
-            self.console.print(notice, style="yellow", markup=False)
+            self.console.print(notice, style="yellow", markup=False, soft_wrap=True)
         if self.console.is_terminal:
             self._progress = Progress(
-                BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
-                TextColumn("lr {task.fields[rate]}"), TextColumn("{task.fields[speed]} tokens/s"),
-                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
-                console=self.console, refresh_per_second=4, speed_estimate_period=30,
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("lr {task.fields[rate]}"),
+                TextColumn("{task.fields[speed]} tokens/s"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(elapsed_when_finished=False),
+                console=self.console,
+                refresh_per_second=4,
+                speed_estimate_period=30,
             )
-            self._task = self._progress.add_task("train", total=info.steps, completed=info.first_step - 1,
-                                                 loss="-", rate="-", speed="-")
+            self._task = self._progress.add_task(
+                "train", total=info.steps, completed=info.first_step - 1, loss="-", rate="-", speed="-"
+            )
             self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a step: on the bar, or as a line every `log_every` steps."""
         self._seconds += metrics.seconds
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, loss=f"{metrics.loss:.4f}",
-                                  rate=f"{metrics.learning_rate:.2e}", speed=f"{metrics.tokens_per_second:,.0f}")
+            self._progress.update(
+                self._task,
+                completed=metrics.step,
+                loss=f"{metrics.loss:.4f}",
+                rate=f"{metrics.learning_rate:.2e}",
+                speed=f"{metrics.tokens_per_second:,.0f}",
+            )
             return
         info = self._start
         if metrics.step in (info.first_step, info.steps) or metrics.step % info.log_every == 0:
@@ -83,11 +96,14 @@ class Display:
             self.console.print(
                 f"step {metrics.step:>{len(str(info.steps))}}/{info.steps}  loss {metrics.loss:.4f}  "
                 f"grad norm {metrics.grad_norm:.3g}  lr {metrics.learning_rate:.2e}  "
-                f"{metrics.tokens_per_second:,.0f} tokens/s  left {clock(left)}", markup=False)
+                f"{metrics.tokens_per_second:,.0f} tokens/s  left {clock(left)}",
+                markup=False,
+                soft_wrap=True,
+            )
 
     def notice(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, style="yellow", markup=False)
+        self.console.print(text, style="yellow", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Take the bar down, also when the run failed."""
@@ -103,8 +119,9 @@ class Display:
             table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
         self.console.print(Panel(table, title=info.title, title_align="left", expand=False))
         if info.sample is not None:
-            self.console.print(Panel(Text(info.sample), title="a sample of what it writes", title_align="left",
-                                     expand=False))
+            self.console.print(
+                Panel(Text(info.sample), title="a sample of what it writes", title_align="left", expand=False)
+            )
         if info.next_commands:
             self.console.print("Next:")
             for command in info.next_commands:
@@ -120,12 +137,17 @@ def clock(seconds: float) -> str:
 
 def _start_table(info: StartInfo) -> Group:
     table = Table.grid(padding=(0, 2))
-    rows = {"model": f"{info.model}, {info.parameters:,} parameters", "data": info.data,
-            "layout": "\n".join(info.layout), "optimizer": "\n".join(info.groups)}
+    rows = {
+        "model": f"{info.model}, {info.parameters:,} parameters",
+        "data": info.data,
+        "layout": "\n".join(info.layout),
+        "optimizer": "\n".join(info.groups),
+    }
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), Text(value))
     for section in dict.fromkeys(name.split(".")[0] for name in info.settings):
-        words = "  ".join(f"{name.split('.', 1)[1]}={value}" for name, value in info.settings.items()
-                          if name.split(".")[0] == section)
+        words = "  ".join(
+            f"{name.split('.', 1)[1]}={value}" for name, value in info.settings.items() if name.split(".")[0] == section
+        )
         table.add_row(Text(section + ".", style="bold"), Text(words))
     return Group(table)

@@ -1,12 +1,12 @@
 """Starting the ranks of a run, or joining the ones that torchrun or Slurm started.
 
-On one machine `launch` starts the ranks itself (torch.distributed.elastic's multiprocessing). They meet in a file in a
-temporary directory, so nothing listens on a network. The parent only watches: it passes a Ctrl-C on once, ends all ranks
-when one dies, and prints one error for all of them.
+On one machine `launch` starts the ranks itself (torch.distributed.elastic's multiprocessing). They meet in a file in
+a temporary directory, so nothing listens on a network. The parent only watches: it passes a Ctrl-C on once, ends all
+ranks when one dies, and prints one error for all of them.
 
-Signals. The ranks that `launch` starts ignore SIGINT (a terminal sends it to every process) and stop after their step on
-SIGUSR1, which the parent sends; SIGTERM ends them at once, which is how elastic ends the peers of a rank that died. A
-joined rank, or a run of one process, has no such parent: SIGINT and SIGTERM both stop it after its step.
+Signals. The ranks that `launch` starts ignore SIGINT (a terminal sends it to every process) and stop after their step
+on SIGUSR1, which the parent sends; SIGTERM ends them at once, which is how elastic ends the peers of a rank that died.
+A joined rank, or a run of one process, has no such parent: SIGINT and SIGTERM both stop it after its step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from pyfast.comm import bootstrap
 from pyfast.train import stop as stopping
 from pyfast.train.allocator import reuse_large_blocks
 from pyfast.train.config import TrainConfig, resolve
-from pyfast.train.errors import RankFailed, TrainingError, as_training_error
+from pyfast.train.errors import ConfigError, RankFailed, TrainingError, as_training_error
 
 POLL_SECONDS = 0.1
 TIMEOUT_SECONDS = 600.0
@@ -49,6 +50,13 @@ def launch(config: TrainConfig, command: str = "pyfast train") -> int:
     """
     joined = joined_world()
     world_size = joined[1] if joined else config.processes
+    if joined and config.train.processes not in (None, world_size):
+        raise ConfigError(
+            "train.processes",
+            config.train.processes,
+            f"the launcher this runs under started {world_size} ranks",
+            hint="Leave it at null.",
+        )
     resolve(config, world_size)  # an impossible layout is found before anything starts
     if not joined:
         preflight(config)
@@ -129,11 +137,14 @@ def _join(rank: int, world_size: int) -> None:
 def _first_slurm_host() -> str:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     try:
-        return subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True,
-                              text=True).stdout.split()[0]
+        return subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True
+        ).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise TrainingError(f"Slurm gave this job several nodes ({nodes!r}), but the first one's name could not be "
-                            f"found: {error}. Export MASTER_ADDR=<host of rank 0> in the job script.") from error
+        raise TrainingError(
+            f"Slurm gave this job several nodes ({nodes!r}), but the first one's name could not be "
+            f"found: {error}. Export MASTER_ADDR=<host of rank 0> in the job script."
+        ) from error
 
 
 def _first_to_fail() -> bool:
@@ -158,9 +169,11 @@ def _start_ranks(config: TrainConfig, command: str, world_size: int) -> int:
         threads = threads_per_rank(world_size)
         with _elastic_handles("SIGQUIT"):
             context = start_processes(
-                name="pyfast", entrypoint=_rank_main,
+                name="pyfast",
+                entrypoint=_rank_main,
                 args={rank: (config, command, rank, world_size, directory, os.getpid(), threads) for rank in ranks},
-                envs={rank: {} for rank in ranks}, logs_specs=DefaultLogsSpecs(log_dir=directory),
+                envs={rank: {} for rank in ranks},
+                logs_specs=DefaultLogsSpecs(log_dir=directory),
                 start_method="spawn",
             )
 
@@ -201,8 +214,10 @@ def _root_cause(codes: dict[int, int | None], reports: list[dict]) -> TrainingEr
     if dead:
         rank, code = dead[0]
         why = "out of memory is a usual cause" if code == -signal.SIGKILL else "a crash in native code is a usual cause"
-        return RankFailed(f"Rank {rank} was killed by {signal.Signals(-code).name} ({why}); the other ranks were ended. "
-                          "Start the same command again to go on from the last checkpoint.")
+        return RankFailed(
+            f"Rank {rank} was killed by {signal.Signals(-code).name} ({why}); the other ranks were ended. "
+            "Start the same command again to go on from the last checkpoint."
+        )
     if reports:
         first = min(reports, key=lambda report: report["time"])
         error = RankFailed(first["message"] if first["expected"] else _unexpected(first["rank"], first["traceback"]))
@@ -211,8 +226,9 @@ def _root_cause(codes: dict[int, int | None], reports: list[dict]) -> TrainingEr
     return RankFailed(f"A rank ended early and left no report; exit codes by rank: {codes}.")
 
 
-def _rank_main(config: TrainConfig, command: str, rank: int, world_size: int, directory: str, parent: int,
-               threads: int | None) -> int:
+def _rank_main(
+    config: TrainConfig, command: str, rank: int, world_size: int, directory: str, parent: int, threads: int | None
+) -> int:
     """What each started process runs. A failure is reported in a file: the parent prints one of them."""
     _die_with_parent(parent)
     try:
@@ -258,8 +274,14 @@ def _reporter(command: str) -> Any:
 
 
 def _report(directory: str, rank: int, error: Exception) -> None:
-    report = {"rank": rank, "time": time.time(), "expected": isinstance(error, TrainingError), "message": str(error),
-              "traceback": traceback.format_exc(), "exit_code": getattr(error, "exit_code", 1)}
+    report = {
+        "rank": rank,
+        "time": time.time(),
+        "expected": isinstance(error, TrainingError),
+        "message": str(error),
+        "traceback": traceback.format_exc(),
+        "exit_code": getattr(error, "exit_code", 1),
+    }
     path = Path(directory) / f"error-{rank}.json"
     path.with_suffix(".new").write_text(json.dumps(report), encoding="utf-8")
     path.with_suffix(".new").rename(path)

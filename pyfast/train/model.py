@@ -19,11 +19,16 @@ def transformer_config(config: TrainConfig, tokenizer: Tokenizer) -> Transformer
     if values["vocab"] is None:
         values["vocab"] = tokenizer.vocab_size
     elif values["vocab"] < tokenizer.vocab_size:
-        raise ConfigError("model.vocab", values["vocab"],
-                          f"must be at least {tokenizer.vocab_size}, the ids of data.tokenizer = {tokenizer.name}")
+        raise ConfigError(
+            "model.vocab",
+            values["vocab"],
+            f"must be at least {tokenizer.vocab_size}, the ids of data.tokenizer = {tokenizer.name}",
+        )
     length = config.train.sequence_length
     if values["max_positions"] is None:
         values["max_positions"] = length
     elif values["max_positions"] < length:
-        raise ConfigError("model.max_positions", values["max_positions"], f"must be at least train.sequence_length = {length}")
+        raise ConfigError(
+            "model.max_positions", values["max_positions"], f"must be at least train.sequence_length = {length}"
+        )
     return TransformerConfig(**values)

@@ -1,8 +1,9 @@
 """AdamW and SGD over flat buckets: one call updates every parameter of a bucket.
 
-Parameters live in flat buffers (`pyfast.parallel.FlatBuckets`), their gradients in flat float32 ones (float64 for float64
-parameters), and so does the state here. bfloat16 parameters have a float32 master copy that is updated and rounded into
-them. The clip coefficient is a factor of the step (`grad_scale`), so no pass over the gradients is spent on clipping.
+Parameters live in flat buffers (`pyfast.parallel.FlatBuckets`), their gradients in flat float32 ones (float64 for
+float64 parameters), and so does the state here. bfloat16 parameters have a float32 master copy that is updated and
+rounded into them. The clip coefficient is a factor of the step (`grad_scale`), so
+no pass over the gradients is spent on clipping.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def describe_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], config
 
 def views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     """`flat`, laid out like the bucket's parameters, as one view per parameter name, shaped like the parameter."""
-    return {name: flat[start : start + parameter.numel()].view(parameter.shape)
-            for name, parameter, start in zip(bucket.names, bucket.parameters, bucket.offsets, strict=True)}
+    return {
+        name: flat[start : start + parameter.numel()].view(parameter.shape)
+        for name, parameter, start in zip(bucket.names, bucket.parameters, bucket.offsets, strict=True)
+    }
 
 
 class FlatOptimizer:
@@ -94,8 +97,16 @@ class AdamW(FlatOptimizer):
     def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
         config = self.config
         ops.adamw_(
-            bucket.data, bucket.main_grad, state["exp_avg"], state["exp_avg_sq"], step=self.steps, learning_rate=rate,
-            betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=decay, master=state.get("master"),
+            bucket.data,
+            bucket.main_grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            step=self.steps,
+            learning_rate=rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=decay,
+            master=state.get("master"),
             grad_scale=grad_scale,
         )
 

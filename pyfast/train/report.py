@@ -56,15 +56,19 @@ def start_info(trainer: Any, start: Any, moved_to: Path | None) -> StartInfo:
         notices.append(f"Lines of {FILE_NAME} for later steps were moved to {shown(moved_to)}.")
     named = list(trainer.model.named_parameters())
     return StartInfo(
-        model=f"{model.layers} layers, width {model.width}, {model.heads} heads / {model.kv_heads} kv of {model.head_size}, "
-              f"ffn {model.ffn_width}, vocabulary {model.vocab}",
+        model=f"{model.layers} layers, width {model.width}, "
+        f"{model.heads} heads / {model.kv_heads} kv of {model.head_size}, "
+        f"ffn {model.ffn_width}, vocabulary {model.vocab}",
         parameters=sum(torch.Size(get_layout(parameter).shape).numel() for _, parameter in named),
         data=f"{dataset.tokens:,} tokens in {dataset.documents:,} documents, {dataset.rows:,} sequences of "
-             f"{dataset.sequence_length}; this run reads {dataset.epoch(config.train.steps):.2g} times all of it",
+        f"{dataset.sequence_length}; this run reads {dataset.epoch(config.train.steps):.2g} times all of it",
         layout=[f"{trainer.world_size} ranks x {torch.get_num_threads()} threads"] + draw_layout(config, model),
         groups=describe_groups(named, config.optimizer),
         settings=effective_settings(config),
-        first_step=trainer.step + 1, steps=config.train.steps, log_every=config.log.every, notices=notices,
+        first_step=trainer.step + 1,
+        steps=config.train.steps,
+        log_every=config.log.every,
+        notices=notices,
     )
 
 
@@ -104,8 +108,10 @@ def end_info(trainer: Any, result: Any, sample: str | None, command: str) -> End
     rows = {"steps": f"{result.step} of {config.train.steps}"}
     if result.last is not None:
         tokens = (result.last.step - result.first.step + 1) * result.last.tokens
-        rows["loss"] = f"{result.first.loss:.4f} at step {result.first.step}, {result.last.loss:.4f} at step " \
-                       f"{result.last.step} (nats per token)"
+        rows["loss"] = (
+            f"{result.first.loss:.4f} at step {result.first.step}, {result.last.loss:.4f} at step "
+            f"{result.last.step} (nats per token)"
+        )
         rows["speed"] = f"{tokens:,} tokens in {clock(result.seconds)}, {tokens / result.seconds:,.0f} tokens/s"
         rows["memory"] = f"{result.last.memory_bytes / 2**20:,.0f} MiB on rank 0, at most"
     rows["checkpoint"] = shown(result.checkpoint) if result.checkpoint else "none (checkpoint.directory = null)"
@@ -120,11 +126,16 @@ def _next_commands(config: TrainConfig, result: Any, command: str) -> list[str]:
             return [f"{command}    # starts anew: no checkpoint was kept"]
         return [f"{command}    # goes on from step {result.step}"]
     directory = config.log.directory.rstrip("/")
-    commands = [f"{with_option(command, '--train.steps', str(2 * config.train.steps))}    # train on",
-                f"{with_option(command, '--log.directory', directory + '-2')}    # start anew beside it"]
+    commands = [
+        f"{with_option(command, '--train.steps', str(2 * config.train.steps))}    # train on",
+        f"{with_option(command, '--log.directory', directory + '-2')}    # start anew beside it",
+    ]
     if result.status == "finished" and result.checkpoint is not None:
-        commands.insert(0, f"pyfast convert {shown(result.checkpoint)} {shown(Path(config.log.directory) / 'hugging-face')}"
-                           "    # for transformers")
+        commands.insert(
+            0,
+            f"pyfast convert {shown(result.checkpoint)} {shown(Path(config.log.directory) / 'hugging-face')}"
+            "    # for transformers",
+        )
     if config.data.paths is None:
         commands.append("pyfast train --data.paths my-text.txt --log.directory my-run    # on your own text")
     return commands

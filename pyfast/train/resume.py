@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -29,15 +30,27 @@ _NOT_THE_MODEL = {"max_positions", "residual_dtype", "initial_std"}
 
 @dataclass(frozen=True)
 class Start:
-    """Where the run starts. `step`: steps done before; `path`: the checkpoint to load; `notices`: what to tell."""
+    """Where the run starts.
+
+    step: steps done before. path: the checkpoint to load. data: fingerprint of the data it was trained on. notices:
+    what the user should know.
+    """
 
     step: int = 0
     path: Path | None = None
+    data: str | None = None
     notices: tuple[str, ...] = ()
+
+    def with_data(self, fingerprint: str) -> Start:
+        """This start, with a notice when the data are not those of the checkpoint."""
+        if self.data in (None, fingerprint):
+            return self
+        text = "The data are not those of the checkpoint: the sequences that follow are not the ones left over."
+        return dataclasses.replace(self, notices=(*self.notices, text))
 
 
 def find_start(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer) -> Start:
-    """Decide from the files that are there; reads only. Raises `TrainingError` rather than let a run be written over."""
+    """Decide from the files that are there; reads only. Raises `TrainingError` rather than write over a run."""
     directory, resume = config.checkpoint_directory, config.checkpoint.resume
     if resume == "never":
         _refuse_to_write_over(config)
@@ -49,9 +62,13 @@ def find_start(config: TrainConfig, model: TransformerConfig, tokenizer: Tokeniz
     metadata = _read(path)
     _check_same_run(config, model, tokenizer, metadata)
     if own is not None and _read(own).step > metadata.step:
-        raise ConfigError("checkpoint.resume", resume, f"{directory} holds later checkpoints (up to {own.name})",
-                          hint="Give another --log.directory to branch off, or resume from the last one.")
-    return Start(metadata.step, path, tuple(_changes(config, metadata.config or {})))
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"{directory} holds later checkpoints (up to {own.name})",
+            hint="Give another --log.directory to branch off, or resume from the last one.",
+        )
+    return Start(metadata.step, path, metadata.scalars.get("data"), tuple(_changes(config, metadata.config or {})))
 
 
 def _read(path: Path) -> Any:
@@ -75,8 +92,12 @@ def checkpoint_errors() -> Iterator[None]:
 def _named_checkpoint(name: str) -> Path:
     path = Path(name)
     if not path.exists():
-        raise ConfigError("checkpoint.resume", name, "there is no such path",
-                          hint="Allowed are auto, never, a checkpoint, or a directory of checkpoints.")
+        raise ConfigError(
+            "checkpoint.resume",
+            name,
+            "there is no such path",
+            hint="Allowed are auto, never, a checkpoint, or a directory of checkpoints.",
+        )
     # A checkpoint is a directory step-NNNNNNNN; anything else is a directory of them.
     found = path if path.name.startswith("step-") else _latest(path)
     if found is None:
@@ -99,21 +120,30 @@ def _refuse_to_write_over(config: TrainConfig) -> None:
     if (checkpoint := _latest(directory)) is not None:
         found.append(str(checkpoint))
     if found:
-        raise ConfigError("checkpoint.resume", "never", f"there is a run already: {' and '.join(found)}",
-                          hint="Nothing is written over: give another --log.directory, or --checkpoint.resume auto.")
+        raise ConfigError(
+            "checkpoint.resume",
+            "never",
+            f"there is a run already: {' and '.join(found)}",
+            hint="Nothing is written over: give another --log.directory, or --checkpoint.resume auto.",
+        )
 
 
 def _check_same_run(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer, metadata: Any) -> None:
     """Raise `TrainingError` when the checkpoint is of another model or another tokenizer."""
     theirs, ours = (metadata.config or {}).get("transformer", {}), dataclasses.asdict(model)
-    other = [f"model.{name} is {yaml_word(ours[name])}, in the checkpoint {yaml_word(theirs[name])}"
-             for name in ours if name in theirs and ours[name] != theirs[name] and name not in _NOT_THE_MODEL]
+    other = [
+        f"model.{name} is {yaml_word(ours[name])}, in the checkpoint {yaml_word(theirs[name])}"
+        for name in ours
+        if name in theirs and ours[name] != theirs[name] and name not in _NOT_THE_MODEL
+    ]
     what_to_do = "Use the checkpoint's values, or start anew with another --log.directory."
     fingerprint = metadata.scalars.get("tokenizer")
     if fingerprint is not None and fingerprint != tokenizer.fingerprint:
         name = (metadata.config or {}).get("data", {}).get("tokenizer")
-        raise TrainingError(f"{metadata.path} was trained with another tokenizer (data.tokenizer {name}); this run has "
-                            f"data.tokenizer {config.data.tokenizer}. {what_to_do}")
+        raise TrainingError(
+            f"{metadata.path} was trained with another tokenizer (data.tokenizer {name}); this run has "
+            f"data.tokenizer {config.data.tokenizer}. {what_to_do}"
+        )
     if other:
         raise TrainingError(f"{metadata.path} is a checkpoint of another model: {'; '.join(other)}. {what_to_do}")
 

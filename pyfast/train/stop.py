@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Callable, Iterator
 
 EXIT_CODE = 130
 SAME_REQUEST_SECONDS = 0.5

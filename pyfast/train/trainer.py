@@ -1,8 +1,8 @@
 """The training loop.
 
-One rule for scale (DESIGN.md): the loss of a step is the sum of its tokens' cross entropies over the number of valid tokens
-of the whole global batch. That number is summed over all ranks before the first backward; every backward is divided by it,
-and gradients are then only ever summed. So neither the micro-batch nor the layout can change a gradient.
+One rule for scale: the loss of a step is the sum of its tokens' cross entropies over the number of valid tokens of the
+whole global batch. That number is summed over all ranks before the first backward; every backward is divided by it, and
+gradients are then only ever summed. So neither the micro-batch nor the layout can change a gradient.
 """
 
 from __future__ import annotations
@@ -53,12 +53,19 @@ class Trainer:
         stop: ends the run after the current step once it is requested on any rank.
         display: shows progress (rank 0); None: nothing is printed.
 
-    Raises `ConfigError` for impossible values. `fit` raises `TrainingError` for data, models and checkpoints that do not
-    fit together, and `NonFiniteLoss`.
+    Raises `ConfigError` for impossible values. `fit` raises `TrainingError` for data, models and checkpoints that do
+    not fit together, and `NonFiniteLoss`.
     """
 
-    def __init__(self, config: TrainConfig, *, rank: int | None = None, world_size: int | None = None,
-                 stop: Stop | None = None, display: Any = None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        stop: Stop | None = None,
+        display: Any = None,
+    ):
         joined = dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if joined else 0
         self.world_size = world_size if world_size is not None else dist.get_world_size() if joined else 1
@@ -76,7 +83,7 @@ class Trainer:
             raise as_training_error(error) from error
         if self.step >= self.config.train.steps:
             return FitResult(NOTHING_TO_DO, self.step, self.saved)
-        writer = MetricsWriter(self.config.log.directory, last_step=self.step) if self.rank == 0 else None
+        writer = self._open_metrics()
         try:
             if self.display is not None:
                 self.display.start(self, start, writer.moved_to)
@@ -87,6 +94,12 @@ class Trainer:
             if self.display is not None:
                 self.display.close()
 
+    def _open_metrics(self) -> MetricsWriter | None:
+        try:
+            return MetricsWriter(self.config.log.directory, last_step=self.step) if self.rank == 0 else None
+        except OSError as error:
+            raise as_training_error(error) from error
+
     # Setting up.
 
     def _set_up(self) -> Start:
@@ -95,20 +108,30 @@ class Trainer:
         self.tokenizer = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
         self.model_config = transformer_config(config, self.tokenizer)
         start = self._find_start()
+        self.step, self.saved = start.step, start.path
+        if self.step >= config.train.steps:
+            return start
         self.dataset = load_dataset(
-            config.data.path_list(), self.tokenizer, sequence_length=config.train.sequence_length,
-            micro_batch=config.train.micro_batch, global_batch=config.train.global_batch, seed=config.train.seed,
-            vocab=self.model_config.vocab, mask_prompt=config.data.mask_prompt,
+            config.data.path_list(),
+            self.tokenizer,
+            sequence_length=config.train.sequence_length,
+            micro_batch=config.train.micro_batch,
+            global_batch=config.train.global_batch,
+            seed=config.train.seed,
+            vocab=self.model_config.vocab,
+            mask_prompt=config.data.mask_prompt,
         )
         self.dtype = getattr(torch, config.train.dtype)
         self.model = Transformer(self.model_config, mesh=self.mesh, dtype=self.dtype, seed=config.train.seed)
         self.buckets = FlatBuckets(
-            self.model.named_parameters(), self.mesh,
+            self.model.named_parameters(),
+            self.mesh,
             group_of=lambda name, p: parameter_group(name, p, decay_all=config.optimizer.decay_all),
         )
         self.optimizer = make_optimizer(self.buckets, config.optimizer)
-        self._load(start)
-        return start
+        if start.path is not None:
+            load_state(start.path, self.model, self.optimizer, self.mesh)
+        return start.with_data(self.dataset.fingerprint)
 
     def _find_start(self) -> Start:
         """Rank 0 looks at the files, all ranks take its answer or raise its error."""
@@ -122,12 +145,6 @@ class Trainer:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def _load(self, start: Start) -> None:
-        if start.path is None:
-            return
-        load_state(start.path, self.model, self.optimizer, self.mesh)
-        self.step, self.saved = start.step, start.path
 
     # The loop.
 
@@ -207,17 +224,26 @@ class Trainer:
 
     def _fail(self, step: int, loss: float, norm: float) -> None:
         """Raise `NonFiniteLoss`, the same on every rank, naming the first parameter whose gradient is not finite."""
-        names = [name for name, parameter in self.model.named_parameters()
-                 if not bool(torch.isfinite(self.buckets.main_grad(parameter)).all())]
+        names = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if not bool(torch.isfinite(self.buckets.main_grad(parameter)).all())
+        ]
         order = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
         found = [name for part in self.mesh.group("world").all_gather_object(names, name="non-finite") for name in part]
-        where = f"the first parameter with a non-finite gradient is {min(found, key=order.get)}" if found else \
-            "every gradient is finite"
-        kept = f"The checkpoint of step {self._saved_step()} is kept at {self.saved}" if self.saved else \
-            "There is no checkpoint yet"
+        where = (
+            f"the first parameter with a non-finite gradient is {min(found, key=order.get)}"
+            if found
+            else "every gradient is finite"
+        )
+        kept = (
+            f"The checkpoint of step {self._saved_step()} is kept at {self.saved}"
+            if self.saved
+            else "There is no checkpoint yet"
+        )
         raise NonFiniteLoss(
-            f"Step {step}: the loss is {loss:g} and the gradient norm {norm:g}; {where}. The step was not applied. {kept}. "
-            "Try a lower optimizer.learning_rate, more optimizer.warmup_steps, or optimizer.clip_norm 1."
+            f"Step {step}: the loss is {loss:g} and the gradient norm {norm:g}; {where}. The step was not applied. "
+            f"{kept}. Try a lower optimizer.learning_rate, more optimizer.warmup_steps, or optimizer.clip_norm 1."
         )
 
     # Checkpoints.
@@ -227,14 +253,21 @@ class Trainer:
         directory = self.config.checkpoint_directory
         if directory is None or self.step == 0 or self._saved_step() == self.step:
             return
-        scalars = {"optimizer_steps": self.optimizer.steps, "tokenizer": self.tokenizer.fingerprint,
-                   "data": self.dataset.fingerprint}
+        scalars = {
+            "optimizer_steps": self.optimizer.steps,
+            "tokenizer": self.tokenizer.fingerprint,
+            "data": self.dataset.fingerprint,
+        }
         from pyfast.parallel import save
 
         with checkpoint_errors():  # such as a full disk; the checkpoints before are intact
             self.saved = save(
-                directory, self.step, checkpoint_state(self.model, self.optimizer, scalars), self.mesh,
-                keep_last=self.config.checkpoint.keep_last, config=recorded_config(self.config, self.model_config),
+                directory,
+                self.step,
+                checkpoint_state(self.model, self.optimizer, scalars),
+                self.mesh,
+                keep_last=self.config.checkpoint.keep_last,
+                config=recorded_config(self.config, self.model_config),
             )
 
     def _saved_step(self) -> int:

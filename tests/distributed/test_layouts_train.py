@@ -14,7 +14,7 @@ LAYOUTS = [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 1, 4), (1, 4, 2), (4, 2, 2)]  # 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """Prompts without loss and answers of very different lengths: valid tokens differ between ranks and micro-batches."""
+    """Prompts without loss and answers of very different lengths: valid tokens differ between ranks, micro-batches."""
     path = tmp_path_factory.mktemp("layouts") / "pairs.jsonl"
     with path.open("w") as file:
         for index in range(60):
@@ -24,7 +24,9 @@ def texts(tmp_path_factory) -> Path:
     return path
 
 
-def train(rank: int, world_size: int, path: str, tensor: int, micro_batch: int, dtypes: list[str], directory: str) -> list:
+def train(
+    rank: int, world_size: int, path: str, tensor: int, micro_batch: int, dtypes: list[str], directory: str
+) -> list:
     """Losses and gradient norms of each step for each dtype, as rank 0 wrote them; and whether all replicas agree."""
     from pyfast.parallel import check_replicas
     from pyfast.train.config import from_dict
@@ -33,15 +35,30 @@ def train(rank: int, world_size: int, path: str, tensor: int, micro_batch: int, 
 
     results = []
     for dtype in dtypes:
-        config = from_dict({
-            "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 4, "ffn_width": 48, "qk_norm": True},
-            "data": {"paths": path, "mask_prompt": True},
-            "parallel": {"tensor": tensor},
-            "train": {"steps": STEPS, "sequence_length": 24, "micro_batch": micro_batch, "global_batch": 8, "dtype": dtype},
-            "optimizer": {"name": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "schedule": "constant",
-                          "warmup_steps": 0, "clip_norm": 1.0},
-            "checkpoint": {"directory": None}, "log": {"directory": f"{directory}/{dtype}"},
-        })
+        config = from_dict(
+            {
+                "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 4, "ffn_width": 48, "qk_norm": True},
+                "data": {"paths": path, "mask_prompt": True},
+                "parallel": {"tensor": tensor},
+                "train": {
+                    "steps": STEPS,
+                    "sequence_length": 24,
+                    "micro_batch": micro_batch,
+                    "global_batch": 8,
+                    "dtype": dtype,
+                },
+                "optimizer": {
+                    "name": "sgd",
+                    "learning_rate": 0.5,
+                    "weight_decay": 0.0,
+                    "schedule": "constant",
+                    "warmup_steps": 0,
+                    "clip_norm": 1.0,
+                },
+                "checkpoint": {"directory": None},
+                "log": {"directory": f"{directory}/{dtype}"},
+            }
+        )
         trainer = Trainer(config, rank=rank, world_size=world_size)
         trainer.fit()
         check_replicas(trainer.model.named_parameters(), trainer.mesh)
@@ -62,7 +79,9 @@ def one_process(texts, tmp_path_factory):
 def test_every_layout_and_micro_batch_gives_the_loss_and_norm_of_one_process(
     ranks, one_process, texts, tmp_path, tensor, data, micro_batch
 ):
-    answers = ranks.run(train, tensor * data, str(texts), tensor, micro_batch, list(TOLERANCE), str(tmp_path), timeout=120)
+    answers = ranks.run(
+        train, tensor * data, str(texts), tensor, micro_batch, list(TOLERANCE), str(tmp_path), timeout=120
+    )
     for (dtype, tolerance), ours, reference in zip(TOLERANCE.items(), answers[0], one_process, strict=True):
         assert len(ours) == STEPS
         for step, (a, b) in enumerate(zip(ours, reference, strict=True), start=1):
@@ -80,12 +99,17 @@ def resume(rank: int, world_size: int, path: str, tensor: int, directory: str, s
     from pyfast.train.config import from_dict
     from pyfast.train.trainer import Trainer
 
-    config = from_dict({
-        "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 4, "ffn_width": 48},
-        "data": {"paths": path}, "parallel": {"tensor": tensor},
-        "train": {"steps": 6, "sequence_length": 24, "micro_batch": 2, "global_batch": 4},
-        "optimizer": {"warmup_steps": 2}, "checkpoint": {"every": 3}, "log": {"directory": directory},
-    })
+    config = from_dict(
+        {
+            "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 4, "ffn_width": 48},
+            "data": {"paths": path},
+            "parallel": {"tensor": tensor},
+            "train": {"steps": 6, "sequence_length": 24, "micro_batch": 2, "global_batch": 4},
+            "optimizer": {"warmup_steps": 2},
+            "checkpoint": {"every": 3},
+            "log": {"directory": directory},
+        }
+    )
     trainer = Trainer(config, rank=rank, world_size=world_size)
     trainer.stop = _StopAt(trainer, steps if rank == world_size - 1 else None)  # one rank is asked: all stop
     return trainer.fit().step
@@ -110,5 +134,18 @@ def test_a_stop_on_one_rank_stops_all_and_the_resumed_run_has_the_same_bits(rank
     assert ranks.run(resume, 2, str(texts), 2, parts, 4) == [4, 4]
     assert ranks.run(resume, 2, str(texts), 2, parts, 99) == [6, 6]
     for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
-        assert [a[key] for key in ("step", "loss", "grad_norm", "learning_rate")] == \
-            [b[key] for key in ("step", "loss", "grad_norm", "learning_rate")]
+        assert [a[key] for key in ("step", "loss", "grad_norm", "learning_rate")] == [
+            b[key] for key in ("step", "loss", "grad_norm", "learning_rate")
+        ]
+
+
+def test_a_run_goes_on_under_another_layout(ranks, texts, tmp_path):
+    from pyfast.train.metrics import read
+
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    assert resume(0, 1, str(texts), 1, whole, 99) == 6
+    assert ranks.run(resume, 2, str(texts), 2, parts, 3) == [3, 3]  # tensor parallel 2
+    assert ranks.run(resume, 2, str(texts), 1, parts, 5) == [5, 5]  # data parallel 2
+    assert resume(0, 1, str(texts), 1, parts, 99) == 6
+    for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)

@@ -12,8 +12,24 @@ import torch
 
 from pyfast.cli import COMMANDS, main
 
-SMALL = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "2",
-         "--train.sequence_length", "16", "--train.micro_batch", "2", "--train.global_batch", "2", "--parallel.tensor", "1"]
+SMALL = [
+    "--model.layers",
+    "1",
+    "--model.width",
+    "16",
+    "--model.heads",
+    "2",
+    "--model.kv_heads",
+    "2",
+    "--train.sequence_length",
+    "16",
+    "--train.micro_batch",
+    "2",
+    "--train.global_batch",
+    "2",
+    "--parallel.tensor",
+    "1",
+]
 
 
 @pytest.fixture
@@ -34,8 +50,10 @@ def error_of(capsys, *arguments: str) -> str:
 
 
 def test_help_lists_every_command_and_does_not_import_torch():
-    program = "import sys, time\nt = time.perf_counter()\nfrom pyfast.cli import main\ncode = main(['--help'])\n" \
-              "assert 'torch' not in sys.modules and time.perf_counter() - t < 1\nsys.exit(code)"
+    program = (
+        "import sys, time\nt = time.perf_counter()\nfrom pyfast.cli import main\ncode = main(['--help'])\n"
+        "assert 'torch' not in sys.modules and time.perf_counter() - t < 1\nsys.exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     for name in COMMANDS:
         assert f"  {name} " in done.stdout
@@ -57,17 +75,24 @@ def test_commands_of_later_features_say_so_and_what_to_do_instead(capsys, name):
     assert "not supported yet" in error_of(capsys, name)
 
 
-@pytest.mark.parametrize("arguments, code, parts", [
-    (["--model.layerz", "3"], 2, ["model.layerz", "Did you mean model.layers?"]),
-    (["--model.layers", "0"], 2, ["model.layers = 0", "at least 1"]),
-    (["--parallel.zero", "2"], 2, ["parallel.zero = 2", "not supported yet"]),
-    (["--train.processes", "3"], 2, ["number of ranks = 3", "multiple of 2"]),
-    (["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96"], 2, ["model.heads = 3", "parallel.tensor = 2"]),
-    (["--data.paths", "/no/such/text.txt"], 1, ["/no/such/text.txt"]),
-    (["--data.tokenizer", "/no/such/tokenizer.json"], 1, ["/no/such/tokenizer.json"]),
-    (["--model.vocab", "100"], 2, ["model.vocab = 100", "at least 257"]),
-    (["--checkpoint.resume", "/no/such/checkpoint"], 2, ["/no/such/checkpoint"]),
-])
+@pytest.mark.parametrize(
+    "arguments, code, parts",
+    [
+        (["--model.layerz", "3"], 2, ["model.layerz", "Did you mean model.layers?"]),
+        (["--model.layers", "0"], 2, ["model.layers = 0", "at least 1"]),
+        (["--parallel.zero", "2"], 2, ["parallel.zero = 2", "not supported yet"]),
+        (["--train.processes", "3"], 2, ["number of ranks = 3", "multiple of 2"]),
+        (
+            ["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96"],
+            2,
+            ["model.heads = 3", "parallel.tensor = 2"],
+        ),
+        (["--data.paths", "/no/such/text.txt"], 1, ["/no/such/text.txt"]),
+        (["--data.tokenizer", "/no/such/tokenizer.json"], 1, ["/no/such/tokenizer.json"]),
+        (["--model.vocab", "100"], 2, ["model.vocab = 100", "at least 257"]),
+        (["--checkpoint.resume", "/no/such/checkpoint"], 2, ["/no/such/checkpoint"]),
+    ],
+)
 def test_bad_input_is_found_before_any_process_starts(capsys, tmp_path, arguments, code, parts, monkeypatch):
     from pyfast.train import launcher
 
@@ -85,8 +110,17 @@ def test_empty_text_is_one_paragraph(capsys, tmp_path):
 
 
 def test_too_little_text_is_one_paragraph(capsys, tmp_path, text):
-    said = error_of(capsys, "train", *SMALL, "--data.paths", str(text), "--train.sequence_length", "4096",
-                    "--log.directory", str(tmp_path / "run"))
+    said = error_of(
+        capsys,
+        "train",
+        *SMALL,
+        "--data.paths",
+        str(text),
+        "--train.sequence_length",
+        "4096",
+        "--log.directory",
+        str(tmp_path / "run"),
+    )
     assert "train.sequence_length 4096" in said
     assert not (tmp_path / "run").exists()
 
@@ -95,8 +129,20 @@ def test_training_prints_what_it_does_and_where_it_lies(capsys, tmp_path, text):
     arguments = [*SMALL, "--data.paths", str(text), "--train.steps", "3", "--log.directory", str(tmp_path / "run")]
     assert main(["train", *arguments]) == 0
     said = capsys.readouterr().out
-    for part in ("parameters", "rank 0: the whole model", "weight decay 0.1", "step 1/3", "step 3/3", "loss", "tokens/s",
-                 "metrics.jsonl", "step-00000003", "a sample of what it writes", "Next:", "--train.steps 6"):
+    for part in (
+        "parameters",
+        "rank 0: the whole model",
+        "weight decay 0.1",
+        "step 1/3",
+        "step 3/3",
+        "loss",
+        "tokens/s",
+        "metrics.jsonl",
+        "step-00000003",
+        "a sample of what it writes",
+        "Next:",
+        "--train.steps 6",
+    ):
         assert part in said
     assert main(["train", *arguments]) == 0
     said = capsys.readouterr().out
@@ -127,8 +173,23 @@ def test_a_checkpoint_becomes_a_hugging_face_model_and_back(capsys, tmp_path, te
     assert (tmp_path / "model" / "config.json").read_text() == before
     assert "does not exist" in error_of(capsys, "convert", "/no/such/thing", str(tmp_path / "x"))
 
-    assert main(["train", *arguments, "--train.steps", "1", "--checkpoint.resume", str(tmp_path / "again"),
-                 "--log.directory", str(tmp_path / "tuned"), "--optimizer.warmup_steps", "0"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *arguments,
+                "--train.steps",
+                "1",
+                "--checkpoint.resume",
+                str(tmp_path / "again"),
+                "--log.directory",
+                str(tmp_path / "tuned"),
+                "--optimizer.warmup_steps",
+                "0",
+            ]
+        )
+        == 0
+    )
     trained = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     tuned = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text())
     assert tuned["loss"] < trained["loss"]  # the same batch, by a model that has seen it
@@ -151,7 +212,20 @@ def test_doctor_reports_what_is_broken(capsys, monkeypatch):
 
 def test_prepare_writes_a_file_that_train_reads(capsys, tmp_path, text):
     assert main(["prepare", str(text), "--output", str(tmp_path / "tokens.bin"), "--processes", "1"]) == 0
-    assert main(["train", *SMALL, "--data.paths", str(tmp_path / "tokens.bin"), "--train.steps", "1",
-                 "--log.directory", str(tmp_path / "run")]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *SMALL,
+                "--data.paths",
+                str(tmp_path / "tokens.bin"),
+                "--train.steps",
+                "1",
+                "--log.directory",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     assert main(["prepare", "/no/such", "--output", str(tmp_path / "other.bin")]) == 1
     assert "/no/such" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from pyfast.parallel import ParallelConfig
 from pyfast.train.arguments import all_keys, format_help, parse
 from pyfast.train.config import TrainConfig, effective_settings, from_dict, resolve, to_dict
 from pyfast.train.errors import ConfigError, TrainingError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 DESIGN_KEYS = """
 model layers width heads kv_heads head_size ffn_width vocab tied_embeddings qk_norm rope_theta window
@@ -94,39 +97,45 @@ def test_help_has_one_entry_a_key_with_default_and_limits(capsys):
     assert max(map(len, format_help(120).splitlines())) <= 120
 
 
-@pytest.mark.parametrize("arguments, parts", [
-    (["--model.layers", "three"], ["model.layers", "'three'", "integer, at least 1"]),
-    (["--model.layers", "0"], ["model.layers", "= 0", "at least 1"]),
-    (["--model.layers", "2.5"], ["model.layers", "2.5", "integer"]),
-    (["--train.dtype", "int8"], ["train.dtype", "'int8'", "float32 | bfloat16 | float64"]),
-    (["--optimizer.learning_rate", "-1"], ["optimizer.learning_rate", "-1", "at least 0"]),
-    (["--optimizer.learning_rate", "nan"], ["optimizer.learning_rate", "nan"]),
-    (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm", "greater than 0"]),
-    (["--parallel.tensor", "0"], ["parallel.tensor", "= 0", "at least 1"]),
-    (["--parallel.order", "tp-dp"], ["parallel.order", "'tp-dp'", "tp, cp, pp and dp"]),
-    (["--model.layerz", "3"], ["model.layerz", "Did you mean model.layers?"]),
-    (["--steps", "3"], ["steps", "Did you mean train.steps?"]),
-    (["--modell.layers", "3"], ["modell.layers", "Did you mean model.layers?"]),
-    (["extra"], ["extra"]),
-    (["--model.heads", "5", "--model.kv_heads", "2"], ["model.kv_heads", "= 2", "model.heads = 5"]),
-    (["--model.width", "100", "--model.heads", "6"], ["model.heads", "= 6", "model.width = 100"]),
-    (["--optimizer.momentum", "0.9"], ["optimizer.momentum", "not used", "adamw"]),
-    (["--optimizer.name", "sgd", "--optimizer.beta1", "0.8"], ["optimizer.beta1", "not used", "sgd"]),
-    (["--optimizer.lr_scaling", "linear"], ["optimizer.reference_batch", "must be given"]),
-    (["--train.global_batch", "6", "--train.micro_batch", "4"], ["train.global_batch", "= 6", "multiple of"]),
-])
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--model.layers", "three"], ["model.layers", "'three'", "integer, at least 1"]),
+        (["--model.layers", "0"], ["model.layers", "= 0", "at least 1"]),
+        (["--model.layers", "2.5"], ["model.layers", "2.5", "integer"]),
+        (["--train.dtype", "int8"], ["train.dtype", "'int8'", "float32 | bfloat16 | float64"]),
+        (["--optimizer.learning_rate", "-1"], ["optimizer.learning_rate", "-1", "at least 0"]),
+        (["--optimizer.learning_rate", "nan"], ["optimizer.learning_rate", "nan"]),
+        (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm", "greater than 0"]),
+        (["--parallel.tensor", "0"], ["parallel.tensor", "= 0", "at least 1"]),
+        (["--parallel.order", "tp-dp"], ["parallel.order", "'tp-dp'", "tp, cp, pp and dp"]),
+        (["--model.layerz", "3"], ["model.layerz", "Did you mean model.layers?"]),
+        (["--steps", "3"], ["steps", "Did you mean train.steps?"]),
+        (["--modell.layers", "3"], ["modell.layers", "Did you mean model.layers?"]),
+        (["extra"], ["extra"]),
+        (["--model.heads", "5", "--model.kv_heads", "2"], ["model.kv_heads", "= 2", "model.heads = 5"]),
+        (["--model.width", "100", "--model.heads", "6"], ["model.heads", "= 6", "model.width = 100"]),
+        (["--optimizer.momentum", "0.9"], ["optimizer.momentum", "not used", "adamw"]),
+        (["--optimizer.name", "sgd", "--optimizer.beta1", "0.8"], ["optimizer.beta1", "not used", "sgd"]),
+        (["--optimizer.lr_scaling", "linear"], ["optimizer.reference_batch", "must be given"]),
+        (["--train.global_batch", "6", "--train.micro_batch", "4"], ["train.global_batch", "= 6", "multiple of"]),
+    ],
+)
 def test_a_wrong_key_or_value_is_one_paragraph_that_names_it(arguments, parts):
     text = error_of(*arguments)
     for part in parts:
         assert part in text
 
 
-@pytest.mark.parametrize("content, parts", [
-    ("model: {layerz: 3}", ["model.layerz", "Did you mean model.layers?"]),
-    ("model: {layers: [3]}", ["model.layers", "[3]", "integer"]),
-    ("modell: {layers: 3}", ["modell.layers", "Did you mean model.layers?"]),
-    ("model: [", ["parsing"]),
-])
+@pytest.mark.parametrize(
+    "content, parts",
+    [
+        ("model: {layerz: 3}", ["model.layerz", "Did you mean model.layers?"]),
+        ("model: {layers: [3]}", ["model.layers", "[3]", "integer"]),
+        ("modell: {layers: 3}", ["modell.layers", "Did you mean model.layers?"]),
+        ("model: [", ["parsing"]),
+    ],
+)
 def test_a_wrong_file_is_one_paragraph(tmp_path, content, parts):
     file = tmp_path / "run.yaml"
     file.write_text(content)
@@ -139,29 +148,66 @@ def test_a_missing_file_is_named():
     assert "/no/such/file.yaml" in error_of("--config", "/no/such/file.yaml")
 
 
-@pytest.mark.parametrize("key, value", [
-    ("model.experts", "8"), ("model.window", "128"), ("model.aux_loss_weight", "0.01"), ("model.capacity_factor", "1.25"),
-    ("parallel.context", "2"), ("parallel.pipeline", "2"), ("parallel.virtual_pipeline", "2"), ("parallel.expert", "2"),
-    ("parallel.expert_tensor", "2"), ("parallel.zero", "1"), ("parallel.sequence_parallel", "true"),
-    ("parallel.schedule", "1f1b"), ("parallel.layers_per_stage", "[2, 2]"), ("parallel.context_method", "ring"),
-    ("train.recompute", "true"), ("train.dtype", "float16"), ("optimizer.name", "muon"),
-    ("checkpoint.asynchronous", "true"), ("log.prometheus", "9000"), ("log.tensorboard", "true"), ("log.timeline", "true"),
-])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model.experts", "8"),
+        ("model.window", "128"),
+        ("model.aux_loss_weight", "0.01"),
+        ("model.capacity_factor", "1.25"),
+        ("parallel.context", "2"),
+        ("parallel.pipeline", "2"),
+        ("parallel.virtual_pipeline", "2"),
+        ("parallel.expert", "2"),
+        ("parallel.expert_tensor", "2"),
+        ("parallel.zero", "1"),
+        ("parallel.sequence_parallel", "true"),
+        ("parallel.schedule", "1f1b"),
+        ("parallel.layers_per_stage", "[2, 2]"),
+        ("parallel.context_method", "ring"),
+        ("train.recompute", "true"),
+        ("train.dtype", "float16"),
+        ("optimizer.name", "muon"),
+        ("checkpoint.asynchronous", "true"),
+        ("log.prometheus", "9000"),
+        ("log.tensorboard", "true"),
+        ("log.timeline", "true"),
+    ],
+)
 def test_keys_of_later_features_are_refused_and_never_ignored(key, value):
     text = error_of(f"--{key}", value)
     assert "not supported yet" in text and key in text
 
 
 def test_neutral_values_of_later_keys_are_accepted():
-    parse(["--parallel.sequence_parallel", "false", "--parallel.zero", "0", "--train.recompute", "null",
-           "--model.experts", "0", "--parallel.pipeline", "1"])
+    parse(
+        [
+            "--parallel.sequence_parallel",
+            "false",
+            "--parallel.zero",
+            "0",
+            "--train.recompute",
+            "null",
+            "--model.experts",
+            "0",
+            "--parallel.pipeline",
+            "1",
+        ]
+    )
 
 
-@pytest.mark.parametrize("arguments, ranks, parts", [
-    ([], 3, ["3", "multiple of 2"]),
-    (["--parallel.data", "2"], 2, ["2", "= 4"]),
-    (["--parallel.tensor", "1", "--parallel.data", "3", "--train.global_batch", "9", "--train.micro_batch", "1"], 4, ["4", "3"]),
-])
+@pytest.mark.parametrize(
+    "arguments, ranks, parts",
+    [
+        ([], 3, ["3", "multiple of 2"]),
+        (["--parallel.data", "2"], 2, ["2", "= 4"]),
+        (
+            ["--parallel.tensor", "1", "--parallel.data", "3", "--train.global_batch", "9", "--train.micro_batch", "1"],
+            4,
+            ["4", "3"],
+        ),
+    ],
+)
 def test_the_number_of_ranks_must_be_the_product_of_the_layout(arguments, ranks, parts):
     text = error_of(*arguments, ranks=ranks)
     for part in parts:
@@ -173,8 +219,13 @@ def test_ranks_that_are_left_become_data_parallel():
     assert parse(["--train.processes", "4"]).processes == 4
 
 
-@pytest.mark.parametrize("key, heads", [("model.heads", ["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96"]),
-                                        ("model.kv_heads", ["--model.kv_heads", "1"])])
+@pytest.mark.parametrize(
+    "key, heads",
+    [
+        ("model.heads", ["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96"]),
+        ("model.kv_heads", ["--model.kv_heads", "1"]),
+    ],
+)
 def test_heads_must_divide_over_the_tensor_parallel_ranks(key, heads):
     text = error_of(*heads)
     assert key in text and "parallel.tensor = 2" in text
@@ -195,3 +246,9 @@ def test_errors_survive_the_way_between_processes():
             parse(arguments)
         copy = pickle.loads(pickle.dumps(caught.value))
         assert (type(copy), str(copy), copy.exit_code) == (type(caught.value), str(caught.value), 2)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_examples_are_valid(name):
+    config = parse(["--config", str(EXAMPLES / name)])
+    assert resolve(config, max(config.processes, 2)).parallel.data >= 1

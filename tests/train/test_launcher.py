@@ -16,8 +16,22 @@ from pyfast.train import launcher
 from pyfast.train.errors import RankFailed
 from pyfast.train.metrics import read
 
-MODEL = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "2",
-         "--train.sequence_length", "16", "--train.micro_batch", "2", "--train.global_batch", "4"]
+MODEL = [
+    "--model.layers",
+    "1",
+    "--model.width",
+    "16",
+    "--model.heads",
+    "2",
+    "--model.kv_heads",
+    "2",
+    "--train.sequence_length",
+    "16",
+    "--train.micro_batch",
+    "2",
+    "--train.global_batch",
+    "4",
+]
 FOREVER = "1000000"
 PATIENCE = 120.0
 
@@ -30,8 +44,18 @@ def text(tmp_path) -> Path:
 
 
 def command(tmp_path: Path, text: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pyfast", "train", *MODEL, "--data.paths", str(text),
-            "--log.directory", str(tmp_path / "run"), *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "pyfast",
+        "train",
+        *MODEL,
+        "--data.paths",
+        str(text),
+        "--log.directory",
+        str(tmp_path / "run"),
+        *arguments,
+    ]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -51,8 +75,14 @@ class Run:
 
     def __init__(self, tmp_path: Path, text: Path, *arguments: str, **variables: str):
         self.metrics = tmp_path / "run" / "metrics.jsonl"
-        self.process = subprocess.Popen(command(tmp_path, text, *arguments), env=environment(**variables), text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self.process = subprocess.Popen(
+            command(tmp_path, text, *arguments),
+            env=environment(**variables),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def wait_for_steps(self, count: int = 2) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -118,7 +148,8 @@ def test_an_unexpected_error_is_one_traceback_of_the_rank_that_failed_first(tmp_
         "                if step == 2 and rank == 1: raise KeyError('a bug on data rank 1')\n"
         "                return batch(self, step, index, rank, ranks)\n"
         "            Dataset.batch = bug\n"
-        "sys.meta_path.insert(0, Find())\n")
+        "sys.meta_path.insert(0, Find())\n"
+    )
     path = os.pathsep.join([str(broken), environment()["PYTHONPATH"]])
     code, _, err = Run(tmp_path, text, "--parallel.tensor", "1", "--parallel.data", "2", PYTHONPATH=path).end()
     assert code == 1
@@ -189,8 +220,13 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path, text):
 
 def test_ranks_of_torchrun_join_and_only_one_prints(tmp_path, text):
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(started + command(tmp_path, text, "--train.steps", "2")[2:], env=environment(),
-                          capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        started + command(tmp_path, text, "--train.steps", "2")[2:],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 1/2") == 1
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
@@ -200,10 +236,23 @@ def test_tasks_of_slurm_join_and_an_error_is_said_once(tmp_path, text):
     def start(*arguments: str, step: str) -> list[tuple[int, str, str]]:
         tasks = []
         for task in range(2):
-            variables = environment(SLURM_PROCID=str(task), SLURM_NTASKS="2", SLURM_JOB_ID=str(os.getpid()),
-                                    SLURM_STEP_ID=step, SLURM_NNODES="1", TMPDIR=str(tmp_path))
-            tasks.append(subprocess.Popen(command(tmp_path, text, *arguments), env=variables, text=True,
-                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+            variables = environment(
+                SLURM_PROCID=str(task),
+                SLURM_NTASKS="2",
+                SLURM_JOB_ID=str(os.getpid()),
+                SLURM_STEP_ID=step,
+                SLURM_NNODES="1",
+                TMPDIR=str(tmp_path),
+            )
+            tasks.append(
+                subprocess.Popen(
+                    command(tmp_path, text, *arguments),
+                    env=variables,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            )
         return [(*task.communicate(timeout=PATIENCE), task.returncode) for task in tasks]
 
     answers = start("--train.steps", "2", step="0")
@@ -224,18 +273,32 @@ def test_threads_are_shared_out_unless_the_user_decided(monkeypatch):
     assert launcher.threads_per_rank(1) is None
 
 
-@pytest.mark.parametrize("codes, reports, expected", [
-    ({0: -15, 1: -9}, [], "Rank 1 was killed by SIGKILL"),
-    ({0: 1, 1: -9}, [{"rank": 0, "time": 1.0, "expected": False, "message": "", "traceback": "lost", "exit_code": 1}],
-     "Rank 1 was killed by SIGKILL"),
-    ({0: -11, 1: -15}, [], "Rank 0 was killed by SIGSEGV"),
-    ({0: 1, 1: 1}, [{"rank": 0, "time": 2.0, "expected": False, "message": "", "traceback": "late", "exit_code": 1},
-                    {"rank": 1, "time": 1.0, "expected": False, "message": "", "traceback": "early", "exit_code": 1}],
-     "Rank 1 failed first.*early"),
-    ({0: 1, 1: -15}, [{"rank": 0, "time": 2.0, "expected": True, "message": "no text", "traceback": "", "exit_code": 1}],
-     "^no text$"),
-    ({0: 3, 1: -15}, [], "ended early and left no report"),
-])
+@pytest.mark.parametrize(
+    "codes, reports, expected",
+    [
+        ({0: -15, 1: -9}, [], "Rank 1 was killed by SIGKILL"),
+        (
+            {0: 1, 1: -9},
+            [{"rank": 0, "time": 1.0, "expected": False, "message": "", "traceback": "lost", "exit_code": 1}],
+            "Rank 1 was killed by SIGKILL",
+        ),
+        ({0: -11, 1: -15}, [], "Rank 0 was killed by SIGSEGV"),
+        (
+            {0: 1, 1: 1},
+            [
+                {"rank": 0, "time": 2.0, "expected": False, "message": "", "traceback": "late", "exit_code": 1},
+                {"rank": 1, "time": 1.0, "expected": False, "message": "", "traceback": "early", "exit_code": 1},
+            ],
+            "Rank 1 failed first.*early",
+        ),
+        (
+            {0: 1, 1: -15},
+            [{"rank": 0, "time": 2.0, "expected": True, "message": "no text", "traceback": "", "exit_code": 1}],
+            "^no text$",
+        ),
+        ({0: 3, 1: -15}, [], "ended early and left no report"),
+    ],
+)
 def test_the_cause_is_the_rank_that_failed_first(codes, reports, expected):
     error = launcher._root_cause(codes, reports)
     assert isinstance(error, RankFailed)

@@ -19,8 +19,10 @@ class Model(nn.Module):
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
+
         def new(*shape):
             return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype))
+
         self.first, self.norm, self.second, self.bias = new(5, 7), new(5), new(3, 5), new(3)
 
     def forward(self, x):
@@ -33,8 +35,11 @@ def data(step: int, dtype: torch.dtype) -> torch.Tensor:
 
 def ours(config: OptimizerConfig, dtype: torch.dtype, steps: int, rates, clip: float | None = None):
     model = Model(dtype)
-    buckets = FlatBuckets(model.named_parameters(), ParallelMesh.single(),
-                          group_of=lambda name, p: parameter_group(name, p, decay_all=config.decay_all))
+    buckets = FlatBuckets(
+        model.named_parameters(),
+        ParallelMesh.single(),
+        group_of=lambda name, p: parameter_group(name, p, decay_all=config.decay_all),
+    )
     optimizer = make_optimizer(buckets, config)
     for step in range(steps):
         buckets.start_micro_batch(last=True)
@@ -73,7 +78,9 @@ def test_adamw_is_torchs(dtype, decay_all):
     config = OptimizerConfig(weight_decay=0.3, decay_all=decay_all, beta1=0.8, beta2=0.9, eps=1e-6)
     rates = [0.01, 0.02, 0.03, 0.02, 0.01]
     model, _ = ours(config, dtype, 5, rates)
-    expected = torchs(lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6), dtype, 5, rates, 0.3, decay_all)
+    expected = torchs(
+        lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6), dtype, 5, rates, 0.3, decay_all
+    )
     assert_same(model, expected, TOLERANCE[dtype])
 
 
@@ -126,6 +133,9 @@ def test_state_is_seen_by_name_and_shape_and_is_the_real_one():
 def test_groups_are_described_for_the_start_panel():
     named = list(Model(torch.float32).named_parameters())
     assert describe_groups(named, OptimizerConfig(weight_decay=0.1)) == [
-        "adamw, weight decay 0.1: 2 matrices", "adamw, weight decay 0: 2 norms and biases"]
+        "adamw, weight decay 0.1: 2 matrices",
+        "adamw, weight decay 0: 2 norms and biases",
+    ]
     assert describe_groups(named, OptimizerConfig(weight_decay=0.1, decay_all=True)) == [
-        "adamw, weight decay 0.1: 4 parameters, all of them"]
+        "adamw, weight decay 0.1: 4 parameters, all of them"
+    ]

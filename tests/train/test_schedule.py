@@ -32,21 +32,25 @@ def warmup_then(scheduler):
     def make(optimizer):
         rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP, 1.0, total_iters=WARMUP - 1)
         return torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, scheduler(optimizer)], [WARMUP - 1])
+
     return make
 
 
-@pytest.mark.parametrize("name, scheduler", [
-    ("cosine", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS - WARMUP, eta_min=PEAK * END)),
-    ("linear", lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, END, total_iters=STEPS - WARMUP)),
-    ("constant", lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0)),
-])
+@pytest.mark.parametrize(
+    "name, scheduler",
+    [
+        ("cosine", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS - WARMUP, eta_min=PEAK * END)),
+        ("linear", lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, END, total_iters=STEPS - WARMUP)),
+        ("constant", lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0)),
+    ],
+)
 def test_matches_torch(name, scheduler):
     assert ours(name) == pytest.approx(torchs(warmup_then(scheduler)), rel=1e-12)
 
 
 def test_wsd_is_flat_and_then_falls_linearly():
     rates = ours("wsd", decay_steps=10)
-    assert rates[WARMUP - 1:30] == [PEAK] * (30 - WARMUP + 1)
+    assert rates[WARMUP - 1 : 30] == [PEAK] * (30 - WARMUP + 1)
     falls = [a - b for a, b in zip(rates[29:-1], rates[30:], strict=True)]
     assert falls == pytest.approx([PEAK * (1 - END) / 10] * 10)
     assert rates[-1] == pytest.approx(PEAK * END)

@@ -49,14 +49,20 @@ def metrics_of(config: TrainConfig) -> list[dict]:
 
 
 def test_losses_and_gradient_norms_are_those_of_transformers_in_float64(tmp_path, text):
-    """Each document piece alone through transformers' Llama, plain SGD: an oracle that knows no packing and no buckets."""
+    """Each document piece alone through transformers' Llama, plain SGD: an oracle without packing or buckets."""
     transformers = pytest.importorskip("transformers")
-    config = config_for(tmp_path, text, train={"steps": 4, "dtype": "float64"}, checkpoint={"directory": None},
-                        optimizer={"name": "sgd", "schedule": "constant", "learning_rate": 0.5, "weight_decay": 0.0})
+    config = config_for(
+        tmp_path,
+        text,
+        train={"steps": 4, "dtype": "float64"},
+        checkpoint={"directory": None},
+        optimizer={"name": "sgd", "schedule": "constant", "learning_rate": 0.5, "weight_decay": 0.0},
+    )
     trainer = Trainer(config)
     trainer._set_up()
     theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**config_to_hugging_face(trainer.model_config), attn_implementation="eager")).double()
+        transformers.LlamaConfig(**config_to_hugging_face(trainer.model_config), attn_implementation="eager")
+    ).double()
     theirs.load_state_dict(to_hugging_face(trainer.model))
     trainer = Trainer(config)
     trainer.fit()
@@ -99,9 +105,14 @@ def test_the_micro_batch_does_not_change_the_run(tmp_path, text, dtype):
     tolerance = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 2e-2}[dtype]
     runs = []
     for micro_batch in (1, 2, 4):
-        config = config_for(tmp_path, text, train={"micro_batch": micro_batch, "dtype": dtype},
-                            optimizer={"name": "sgd", "learning_rate": 0.3, "weight_decay": 0.0},
-                            log={"directory": str(tmp_path / f"run{micro_batch}")}, checkpoint={"directory": None})
+        config = config_for(
+            tmp_path,
+            text,
+            train={"micro_batch": micro_batch, "dtype": dtype},
+            optimizer={"name": "sgd", "learning_rate": 0.3, "weight_decay": 0.0},
+            log={"directory": str(tmp_path / f"run{micro_batch}")},
+            checkpoint={"directory": None},
+        )
         Trainer(config).fit()
         runs.append(metrics_of(config))
     for other in runs[1:]:
@@ -112,8 +123,11 @@ def test_the_micro_batch_does_not_change_the_run(tmp_path, text, dtype):
 
 @pytest.mark.parametrize("dtype, name", [("float32", "adamw"), ("bfloat16", "adamw"), ("float64", "sgd")])
 def test_a_resumed_run_has_the_same_bits_as_one_that_was_never_stopped(tmp_path, text, dtype, name):
-    sections = {"train": {"dtype": dtype}, "optimizer": {"name": name, **({"momentum": 0.9} if name == "sgd" else {})},
-                "checkpoint": {"every": 3}}
+    sections = {
+        "train": {"dtype": dtype},
+        "optimizer": {"name": name, **({"momentum": 0.9} if name == "sgd" else {})},
+        "checkpoint": {"every": 3},
+    }
     whole = config_for(tmp_path, text, **sections, log={"directory": str(tmp_path / "whole")})
     Trainer(whole).fit()
     parts = config_for(tmp_path, text, **sections)
@@ -122,8 +136,12 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_was_never_stopped(tmp_path,
     class StopAfter:
         """A display that asks for a stop as a person would, in the middle of step 4."""
 
-        def start(self, *_): pass
-        def close(self): pass
+        def start(self, *_):
+            pass
+
+        def close(self):
+            pass
+
         def step(self, metrics):
             stop.requested = metrics.step == 4
 
@@ -132,8 +150,9 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_was_never_stopped(tmp_path,
     second = Trainer(parts).fit()
     assert (second.status, second.first.step) == (FINISHED, 5)
     for a, b in zip(metrics_of(whole), metrics_of(parts), strict=True):
-        assert {k: a[k] for k in ("step", "loss", "grad_norm", "learning_rate")} == \
-            {k: b[k] for k in ("step", "loss", "grad_norm", "learning_rate")}
+        assert {k: a[k] for k in ("step", "loss", "grad_norm", "learning_rate")} == {
+            k: b[k] for k in ("step", "loss", "grad_norm", "learning_rate")
+        }
 
 
 def test_lines_of_steps_that_are_done_again_are_moved_not_lost(tmp_path, text):
@@ -172,19 +191,27 @@ def test_resume_never_refuses_to_write_over_a_run(tmp_path, text):
 
 def test_a_named_checkpoint_starts_another_run(tmp_path, text):
     first = Trainer(config_for(tmp_path, text)).fit()
-    config = config_for(tmp_path, text, train={"steps": 8}, checkpoint={"resume": str(first.checkpoint)},
-                        log={"directory": str(tmp_path / "other")})
+    config = config_for(
+        tmp_path,
+        text,
+        train={"steps": 8},
+        checkpoint={"resume": str(first.checkpoint)},
+        log={"directory": str(tmp_path / "other")},
+    )
     assert Trainer(config).fit().first.step == 7
     with pytest.raises(ConfigError, match="holds later checkpoints"):
         Trainer(config).fit()
 
 
-@pytest.mark.parametrize("sections, message", [
-    ({"model": {"width": 64}}, "another model.*model.width is 64, in the checkpoint 32"),
-    ({"model": {"qk_norm": True}}, "another model.*model.qk_norm is true, in the checkpoint false"),
-    ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "not a checkpoint of this model"),
-    ({"checkpoint": {"resume": "/no/such/place"}}, "checkpoint.resume = '/no/such/place'"),
-])
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"model": {"width": 64}}, "another model.*model.width is 64, in the checkpoint 32"),
+        ({"model": {"qk_norm": True}}, "another model.*model.qk_norm is true, in the checkpoint false"),
+        ({"train": {"steps": 8}, "optimizer": {"name": "sgd", "momentum": 0.9}}, "not a checkpoint of this model"),
+        ({"checkpoint": {"resume": "/no/such/place"}}, "checkpoint.resume = '/no/such/place'"),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit_is_one_clear_error(tmp_path, text, sections, message):
     Trainer(config_for(tmp_path, text)).fit()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -202,6 +229,36 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, text, monkeypatc
         Trainer(config_for(tmp_path, text)).fit()
 
 
+class Notes:
+    """A display that keeps what is said at the start."""
+
+    said: tuple[str, ...] = ()
+
+    def start(self, trainer, start, moved_to):
+        self.said = start.notices
+
+    def step(self, metrics):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_what_changed_since_the_checkpoint_is_said(tmp_path, text):
+    Trainer(config_for(tmp_path, text)).fit()
+    (text / "more.txt").write_text("more text than there was")
+    notes = Notes()
+    Trainer(config_for(tmp_path, text, train={"steps": 8}, optimizer={"learning_rate": 0.1}), display=notes).fit()
+    assert "train.steps 6 -> 8" in notes.said[0] and "optimizer.learning_rate 0.003 -> 0.1" in notes.said[0]
+    assert "data are not those of the checkpoint" in notes.said[1]
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path, text):
+    (tmp_path / "run").write_text("a file is in the way")
+    with pytest.raises(TrainingError, match=str(tmp_path / "run")):
+        Trainer(config_for(tmp_path, text)).fit()
+
+
 def test_a_damaged_checkpoint_is_one_clear_error(tmp_path, text):
     result = Trainer(config_for(tmp_path, text)).fit()
     file = next(result.checkpoint.glob("*.safetensors"))
@@ -213,8 +270,13 @@ def test_a_damaged_checkpoint_is_one_clear_error(tmp_path, text):
 
 
 def test_a_non_finite_loss_names_the_step_and_keeps_the_checkpoint(tmp_path, text):
-    config = config_for(tmp_path, text, train={"steps": 40}, checkpoint={"every": 1},
-                        optimizer={"name": "sgd", "learning_rate": 1e12, "warmup_steps": 0, "schedule": "constant"})
+    config = config_for(
+        tmp_path,
+        text,
+        train={"steps": 40},
+        checkpoint={"every": 1},
+        optimizer={"name": "sgd", "learning_rate": 1e12, "warmup_steps": 0, "schedule": "constant"},
+    )
     with pytest.raises(NonFiniteLoss) as caught:
         Trainer(config).fit()
     lines = metrics_of(config)
@@ -226,13 +288,16 @@ def test_a_non_finite_loss_names_the_step_and_keeps_the_checkpoint(tmp_path, tex
     assert all(math.isfinite(line["loss"]) for line in lines)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"data": {"paths": "/no/such/file.txt"}}, "/no/such/file.txt"),
-    ({"data": {"tokenizer": "/no/such/tokenizer.json"}}, "/no/such/tokenizer.json"),
-    ({"model": {"vocab": 100}}, "model.vocab = 100: must be at least 257"),
-    ({"train": {"sequence_length": 5000}}, "fewer than one row of train.sequence_length 5000"),
-    ({"model": {"max_positions": 8}}, "model.max_positions = 8"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"data": {"paths": "/no/such/file.txt"}}, "/no/such/file.txt"),
+        ({"data": {"tokenizer": "/no/such/tokenizer.json"}}, "/no/such/tokenizer.json"),
+        ({"model": {"vocab": 100}}, "model.vocab = 100: must be at least 257"),
+        ({"train": {"sequence_length": 5000}}, "fewer than one row of train.sequence_length 5000"),
+        ({"model": {"max_positions": 8}}, "model.max_positions = 8"),
+    ],
+)
 def test_data_that_do_not_fit_are_one_clear_error_and_nothing_is_written(tmp_path, text, change, message):
     with pytest.raises(TrainingError, match=message) as caught:
         Trainer(config_for(tmp_path, text, **change)).fit()
@@ -248,15 +313,28 @@ def test_empty_text_is_one_clear_error(tmp_path):
 
 def test_clipping_bounds_the_update(tmp_path, text):
     """With SGD, rate 1 and clip_norm c the first step moves the weights by exactly c."""
-    config = config_for(tmp_path, text, train={"steps": 1, "dtype": "float64"}, checkpoint={"directory": None},
-                        optimizer={"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "clip_norm": 0.01,
-                                   "schedule": "constant", "warmup_steps": 0})
+    config = config_for(
+        tmp_path,
+        text,
+        train={"steps": 1, "dtype": "float64"},
+        checkpoint={"directory": None},
+        optimizer={
+            "name": "sgd",
+            "learning_rate": 1.0,
+            "weight_decay": 0.0,
+            "clip_norm": 0.01,
+            "schedule": "constant",
+            "warmup_steps": 0,
+        },
+    )
     still = Trainer(config)
     still._set_up()
     start = {name: p.detach().clone() for name, p in still.model.named_parameters()}
     trainer = Trainer(config)
     trainer.fit()
-    moved = math.sqrt(sum(float((p.detach() - start[name]).square().sum()) for name, p in trainer.model.named_parameters()))
+    moved = math.sqrt(
+        sum(float((p.detach() - start[name]).square().sum()) for name, p in trainer.model.named_parameters())
+    )
     assert moved == pytest.approx(0.01, rel=1e-9)
     assert metrics_of(config)[0]["grad_norm"] > 0.1  # the norm that is written is the one before clipping
 

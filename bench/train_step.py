@@ -67,7 +67,7 @@ def tokens(begin: int, end: int) -> tuple[Tensor, Tensor]:
 
 
 def pyfast_step(mesh: ParallelMesh) -> Step:
-    """A training step of the model on `mesh`: this rank's rows of the batch, reduction, AdamW. Returns the mean loss."""
+    """A training step on `mesh`: this rank's rows of the batch, reduction, AdamW. Returns the mean loss."""
     rows = BATCH // mesh.size("dp")
     ids, labels = (t.flatten() for t in tokens(mesh.coordinate("dp") * rows, (mesh.coordinate("dp") + 1) * rows))
     cu_seqlens = torch.arange(0, rows * SEQUENCE + 1, SEQUENCE, dtype=torch.int32)
@@ -159,7 +159,10 @@ def torch_step(rank: int, ranks: int) -> Step:
     ids, labels = tokens(rank * rows, (rank + 1) * rows)
     model = TorchModel()
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
@@ -191,7 +194,9 @@ def make_step(layout: str, rank: int) -> Step | None:
     return pyfast_step(ParallelMesh.single()) if layout == "one" else torch_step(0, 1)
 
 
-def run_rank(rank: int, store: str, layouts: list[str], rounds: int, steps: int, results: multiprocessing.Queue) -> None:
+def run_rank(
+    rank: int, store: str, layouts: list[str], rounds: int, steps: int, results: multiprocessing.Queue
+) -> None:  # fmt: skip
     """One of the two processes: every layout in turn, `rounds` times `steps` steps."""
     torch.set_num_threads(1)
     tune_allocator()

@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
-from pyfast.train.config import OptimizerConfig
-from pyfast.train.optimizer import make_optimizer, parameter_group
 from support import tune_allocator
 from torch import Tensor, nn
 
 from pyfast.comm import bootstrap
 from pyfast.models import Transformer, TransformerConfig
 from pyfast.parallel import FlatBuckets, ParallelConfig, ParallelMesh
+from pyfast.train.config import OptimizerConfig
+from pyfast.train.optimizer import make_optimizer, parameter_group
 
 MODEL = TransformerConfig(
     layers=4, width=256, heads=4, kv_heads=2, head_size=64, ffn_width=768, vocab=1024, rope_theta=5e5, norm_eps=1e-5,

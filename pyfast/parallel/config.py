@@ -14,7 +14,7 @@ class ParallelConfig:
     """The layout of a job over its ranks.
 
     Args:
-        tensor: ranks that share each weight matrix.
+        tensor: ranks that share each weight matrix; None: one (`pyfast train` takes two for its first run).
         context: ranks that share each sequence.
         pipeline: stages the layers are divided into.
         virtual_pipeline: pieces of each stage.
@@ -29,7 +29,7 @@ class ParallelConfig:
         context_method: how context-parallel ranks exchange keys and values.
     """
 
-    tensor: int = 1
+    tensor: int | None = None
     context: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1
@@ -50,7 +50,8 @@ class ParallelConfig:
                 raise ValueError(
                     f"parallel.{field.name}: is {value!r}, not supported yet; leave it at {field.default!r}"
                 )
-        for name, value in (("tensor", self.tensor), ("data", 1 if self.data is None else self.data)):
+        for name in ("tensor", "data"):
+            value = 1 if getattr(self, name) is None else getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"parallel.{name}: is {value!r}, must be a whole number >= 1")
         if sorted(self.order.split("-")) != sorted(_DIMENSIONS):
@@ -60,31 +61,32 @@ class ParallelConfig:
             )
 
     def resolve(self, world_size: int) -> ParallelConfig:
-        """The same layout with `data` filled in for `world_size` ranks.
+        """The same layout with `tensor` and `data` filled in for `world_size` ranks.
 
         Raises:
             ValueError: the product of the layout is not `world_size`.
         """
         if world_size < 1:
             raise ValueError(f"world_size: is {world_size}, must be >= 1")
-        ranks_per_replica = self.tensor * self.context * self.pipeline
-        layout = f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline}"
+        tensor = self.tensor or 1
+        ranks_per_replica = tensor * self.context * self.pipeline
+        layout = f"tensor {tensor} x context {self.context} x pipeline {self.pipeline}"
         if self.data is None:
             if world_size % ranks_per_replica:
                 raise ValueError(
                     f"parallel: {layout} = {ranks_per_replica} ranks do not divide the {world_size} ranks of the job; "
                     "start a multiple of them or change the layout"
                 )
-            return replace(self, data=world_size // ranks_per_replica)
+            return replace(self, tensor=tensor, data=world_size // ranks_per_replica)
         if ranks_per_replica * self.data != world_size:
             raise ValueError(
                 f"parallel: {layout} x data {self.data} = {ranks_per_replica * self.data} ranks, but the job has "
                 f"{world_size}; start as many as the layout needs, or leave parallel.data out to use all"
             )
-        return self
+        return replace(self, tensor=tensor)
 
     def sizes(self) -> dict[str, int]:
-        """Size of each mesh dimension; `data` must be resolved."""
-        if self.data is None:
-            raise ValueError("parallel.data: is not resolved; call resolve(world_size) first")
+        """Size of each mesh dimension; the layout must be resolved."""
+        if self.data is None or self.tensor is None:
+            raise ValueError("parallel: tensor or data is not resolved; call resolve(world_size) first")
         return {"tp": self.tensor, "cp": self.context, "pp": self.pipeline, "dp": self.data}

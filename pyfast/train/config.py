@@ -76,7 +76,7 @@ class ModelConfig(_Section):
     residual_dtype: Literal["float32"] | None = key(
         None, "float32 keeps the residual stream in float32 over bfloat16; null = train.dtype"
     )
-    window: int | None = key(None, "tokens a query sees, itself included; null = all before it", least=1, later=True)
+    window: int | None = key(None, "tokens a query sees, itself included; null = all before it", least=1)
     experts: int = key(0, "experts of a mixture-of-experts layer", later=True)
     experts_per_token: int | None = key(None, "experts each token is sent to", later=True)
     expert_width: int | None = key(None, "inner width of one expert", later=True)
@@ -194,7 +194,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(tensor=2))
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: RunConfig = field(default_factory=RunConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -213,7 +213,8 @@ class TrainConfig:
 
 
 PARALLEL_HELP = {
-    "tensor": "ranks that share each matrix",
+    "tensor": "ranks that share each matrix; null = 2 where pyfast starts the ranks, the heads divide by 2 and neither "
+    "parallel.data nor train.processes is set, else 1",
     "context": "ranks that share each sequence",
     "pipeline": "ranks that share the layers",
     "virtual_pipeline": "chunks of layers a pipeline rank holds",
@@ -325,7 +326,20 @@ def check_parallel(values: dict[str, Any]) -> None:
 
 def layout_size(parallel: ParallelConfig) -> int:
     """Ranks of one data-parallel replica."""
-    return parallel.tensor * parallel.context * parallel.pipeline
+    return (parallel.tensor or 1) * parallel.context * parallel.pipeline
+
+
+def with_default_layout(config: TrainConfig) -> TrainConfig:
+    """What a run that says nothing of its layout gets where this machine starts the ranks: two of tensor parallel.
+
+    Whoever sets a part of the layout or the number of processes gets what that says and no more, and a model whose
+    heads do not divide by two runs in one process.
+    """
+    heads = (config.model.heads, config.model.kv_heads or config.model.heads)
+    asked = config.parallel != ParallelConfig(order=config.parallel.order) or config.train.processes is not None
+    if asked or any(count % 2 for count in heads):
+        return config
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tensor=2))
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -333,11 +347,11 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
 
     Raises `ConfigError` where keys contradict one another or the number of ranks.
     """
-    replica, data = layout_size(config.parallel), config.parallel.data
+    replica, data, tensor = layout_size(config.parallel), config.parallel.data, config.parallel.tensor or 1
     if world_size % replica or (data is not None and data * replica != world_size):
         need = f"{replica}" if data is None else f"{replica} x data {data} = {replica * data}"
         allowed = (
-            f"the layout tensor {config.parallel.tensor} x context {config.parallel.context} x pipeline "
+            f"the layout tensor {tensor} x context {config.parallel.context} x pipeline "
             f"{config.parallel.pipeline} needs " + (f"a multiple of {need}" if data is None else need) + " ranks"
         )
         raise ConfigError("number of ranks", world_size, allowed, hint="Change parallel.* or train.processes.")

@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from pyfast.comm import bootstrap
 from pyfast.train import stop as stopping
 from pyfast.train.allocator import reuse_large_blocks
-from pyfast.train.config import TrainConfig, resolve
+from pyfast.train.config import TrainConfig, resolve, with_default_layout
 from pyfast.train.errors import ConfigError, RankFailed, TrainingError, as_training_error
 
 POLL_SECONDS = 0.1
@@ -49,6 +49,8 @@ def launch(config: TrainConfig, command: str = "pyfast train") -> int:
     Under torchrun or Slurm this process is one rank of the run; otherwise it starts all of them.
     """
     joined = joined_world()
+    if not joined:
+        config = with_default_layout(config)
     world_size = joined[1] if joined else config.processes
     if joined and config.train.processes not in (None, world_size):
         raise ConfigError(

@@ -30,11 +30,9 @@ def raises_on_one(rank, world_size):
 
 
 def test_a_rank_that_raises_is_shown_with_its_traceback(ranks):
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         ranks.run(raises_on_one, 2)
     message = str(caught.value)
-    assert time.monotonic() - start < 20
     assert message.index("rank 1 raised") < message.index("KeyError: 'the reason'")
     assert "in raises_on_one" in message and "rank 0" in message
     assert len(ranks.run(echo, 2)) == 2, "the pool did not recover"

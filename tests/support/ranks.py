@@ -37,6 +37,8 @@ from typing import Any
 # Once a rank has failed, the others get this long to fail by themselves: what they say helps.
 _GRACE_S = 3.0
 _DUMP_S = 0.5
+# Importing torch takes 2-4 s, on a loaded machine many times that; it does not count towards a call's timeout.
+_START_S = 120.0
 
 
 class RanksFailed(AssertionError):
@@ -79,7 +81,7 @@ class RankPool:
             function: module-level function of a file. It is loaded by path in the ranks, so the file need not be
                 importable; it is imported there, so keep its imports light.
             args: tensors and plain data (pickled by value; no classes of test files).
-            timeout: seconds until a rank that has not answered counts as hung.
+            timeout: seconds until a rank that has not answered counts as hung, once all have started.
             dying: ranks that are expected to die without a word; their value is None. The pool is new afterwards.
 
         Raises:
@@ -87,6 +89,8 @@ class RankPool:
         """
         while len(self._workers) < world_size:
             self._workers.append(_Worker(Path(self._directory.name), len(self._workers)))
+        for worker in self._workers[:world_size]:
+            worker.wait_until_started()
         self._calls += 1
         job = _Job(
             path=os.path.abspath(function.__code__.co_filename),
@@ -156,7 +160,21 @@ class _Worker:
         self.stacks = directory / f"stacks-{number}-{time.monotonic_ns()}"
         self.process = context.Process(target=_serve, args=(theirs, str(self.stacks)), daemon=True)
         self.process.start()
+        self.started = False
         theirs.close()
+
+    def wait_until_started(self) -> None:
+        """Return when it has imported torch and takes jobs; RanksFailed if it never does."""
+        if self.started:
+            return
+        if not self.pipe.poll(_START_S):
+            raise RanksFailed(f"a rank did not start within {_START_S:g} s; it is in\n{self.dump()}")
+        try:
+            self.pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise RanksFailed(f"a rank died while it started: exit code {self.process.exitcode}") from None
+        self.started = True
 
     def send(self, message: Any) -> None:
         # bytes, not `send`: torch's reducers would pass shared-memory handles that die with the process
@@ -228,6 +246,7 @@ def _serve(pipe: multiprocessing.connection.Connection, stacks: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     modules: dict[str, ModuleType] = {}
+    pipe.send_bytes(b"started")
     while True:
         try:
             rank, job = pickle.loads(pipe.recv_bytes())

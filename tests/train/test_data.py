@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 
 import numpy as np
@@ -324,29 +323,19 @@ def test_loading_errors(tmp_path):
         load_tokens([tmp_path / "e.jsonl"], ByteTokenizer())
 
 
-def test_the_default_data_loads_fast_and_batches_take_less_than_a_millisecond():
-    calls, seconds = [], []
-    for _ in range(3):
-        started = time.perf_counter()
-        dataset = load_dataset(
-            None,
-            ByteTokenizer(),
-            sequence_length=256,
-            micro_batch=16,
-            global_batch=32,
-            vocab=257,
-            progress=lambda done, total: calls.append((done, total)),
-        )
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.5  # about 0.1 s on an idle machine
+def test_the_default_data_is_the_standard_library_and_progress_reaches_its_end():
+    calls = []
+    dataset = load_dataset(
+        None,
+        ByteTokenizer(),
+        sequence_length=256,
+        micro_batch=16,
+        global_batch=32,
+        vocab=257,
+        progress=lambda done, total: calls.append((done, total)),
+    )
     assert dataset.tokens > 1 << 20 and dataset.documents == len(standard_library_files())
     assert calls[-1][0] == calls[-1][1] == dataset.tokens - dataset.documents
-    best = float("inf")
-    for step in range(30):
-        started = time.perf_counter()
-        dataset.batch(step, 0, 1, 2)
-        best = min(best, time.perf_counter() - started)
-    assert best < 1e-3
 
 
 def test_the_fingerprint_sees_the_data_and_the_row_length():

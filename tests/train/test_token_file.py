@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,8 +203,8 @@ def test_verify_sees_one_changed_token(tmp_path):
         verify_token_file(path)
 
 
-def test_a_large_file_opens_at_once(tmp_path):
-    """A sparse file of 8 GiB: opening touches the header and the offsets only."""
+def test_a_file_larger_than_memory_opens(tmp_path):
+    """A sparse file of 8 GiB: opening maps it, and reads the header and the offsets only."""
     path = write_small(tmp_path / "t")
     count = 1 << 32
     raw = patch_header(path.read_bytes(), tokens=count, documents=1)
@@ -212,6 +212,6 @@ def test_a_large_file_opens_at_once(tmp_path):
         file.write(raw[:HEADER_BYTES])
         file.seek(HEADER_BYTES + 2 * count)
         file.write(np.array([0, count], "<u8").tobytes())
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert open_token_file(path).tokens.ids[-1] == 0
-    assert time.perf_counter() - started < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB

@@ -78,6 +78,7 @@ class Run:
         self.process = subprocess.Popen(
             command(tmp_path, text, *arguments),
             env=environment(**variables),
+            cwd=tmp_path,  # not the checkout: `python -m` would import its pyfast, not the installed one
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -223,6 +224,7 @@ def test_ranks_of_torchrun_join_and_only_one_prints(tmp_path, text):
     done = subprocess.run(
         started + command(tmp_path, text, "--train.steps", "2")[2:],
         env=environment(),
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -248,6 +250,7 @@ def test_tasks_of_slurm_join_and_an_error_is_said_once(tmp_path, text):
                 subprocess.Popen(
                     command(tmp_path, text, *arguments),
                     env=variables,
+                    cwd=tmp_path,
                     text=True,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

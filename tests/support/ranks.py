@@ -37,6 +37,7 @@ from typing import Any
 # Once a rank has failed, the others get this long to fail by themselves: what they say helps.
 _GRACE_S = 3.0
 _DUMP_S = 0.5
+_LEAVE_S = 1.0
 # Importing torch takes 2-4 s, on a loaded machine many times that; it does not count towards a call's timeout.
 _START_S = 120.0
 
@@ -260,8 +261,8 @@ def _answer(rank: int, job: _Job, modules: dict[str, ModuleType]) -> tuple[str, 
 
     from pyfast.comm import bootstrap
 
+    store = dist.FileStore(job.store, job.world_size) if job.world_size > 1 else None
     try:
-        store = dist.FileStore(job.store, job.world_size) if job.world_size > 1 else None
         bootstrap.initialize(rank=rank, world_size=job.world_size, store=store, timeout_s=job.timeout / 2)
         function = _load(job.path, modules)
         for name in job.function.split("."):
@@ -272,7 +273,17 @@ def _answer(rank: int, job: _Job, modules: dict[str, ModuleType]) -> tuple[str, 
     except BaseException:  # noqa: BLE001  whatever it was, SystemExit included, the parent reports it
         return "raised", traceback.format_exc()
     finally:
+        if store is not None:
+            _leave_together(store, job.world_size)
         bootstrap.shutdown()
+
+
+def _leave_together(store: Any, world_size: int) -> None:
+    """Wait a moment for the other ranks: one that closes its connections at once fails those that still make theirs."""
+    store.add("leaving", 1)
+    deadline = time.monotonic() + _LEAVE_S
+    while store.add("leaving", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _load(path: str, modules: dict[str, ModuleType]) -> ModuleType:

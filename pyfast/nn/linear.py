@@ -138,7 +138,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             dx = input_gradient(grad, weight)
             work = ctx.group.all_reduce(dx, name=f"{ctx.name} input gradient", async_op=True)
         if needs_weight:
-            dw = weight_gradient(grad, x)
+            dw = weight_gradient(grad, x, weight)
         if needs_bias:
             db = grad.reshape(-1, grad.shape[-1]).sum(0)
         if work is not None:

@@ -50,20 +50,25 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def input_gradient(dy: Tensor, w: Tensor) -> Tensor:
     """The gradient by x of `linear`, dy [..., F] @ w [F, H]: by the faster product, for use inside a backward."""
-    if not _packed_is_faster(dy, *w.shape):
-        return dy @ w
+    return _packed_input_gradient(dy, w) if _packed_is_faster(dy, *w.shape) else dy @ w
+
+
+def weight_gradient(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """The gradient by w of `linear`, from dy [..., F] and x [..., H], shaped like w [F, H]; as `input_gradient`."""
+    if _packed_is_faster(dy, *w.shape):
+        return _packed_weight_gradient(dy, x, w)
+    return _as_matrix(dy).t() @ _as_matrix(x)
+
+
+def _packed_input_gradient(dy: Tensor, w: Tensor) -> Tensor:
     dx = dy.new_empty((*dy.shape[:-1], w.shape[1]))
-    kernels.for_device(dy.device).gemm(_as_matrix(dy), w, dx.view(-1, w.shape[1]))
+    kernels.for_device(dy.device).gemm(_as_matrix(dy), w, _as_matrix(dx))
     return dx
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """The gradient by w of `linear`, dy [..., F] and x [..., H] give [F, H]; as `input_gradient`."""
-    dy_rows, x_rows = _as_matrix(dy), _as_matrix(x)
-    if not _packed_is_faster(dy, dy.shape[-1], x.shape[-1]):
-        return dy_rows.t() @ x_rows
-    dw = dy.new_empty((dy.shape[-1], x.shape[-1]))
-    return kernels.for_device(dy.device).gemm(dy_rows.t(), x_rows, dw)
+def _packed_weight_gradient(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    dw = torch.empty_like(w, memory_format=torch.contiguous_format)
+    return kernels.for_device(dy.device).gemm(_as_matrix(dy).t(), _as_matrix(x), dw)
 
 
 def cast_for_autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -83,14 +88,15 @@ def _packed_is_faster(rows: Tensor, out_features: int, in_features: int) -> bool
 
 
 def _as_matrix(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    """x [..., width] as [rows, width]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((*x.shape[:-1], w.shape[0]))
     if bias is not None:
         out.copy_(bias)
-    kernels.for_device(x.device).gemm(_as_matrix(x), w.t(), out.view(-1, w.shape[0]), accumulate=bias is not None)
+    kernels.for_device(x.device).gemm(_as_matrix(x), w.t(), _as_matrix(out), accumulate=bias is not None)
     return out
 
 
@@ -102,8 +108,8 @@ def _backward(
     dy: Tensor, x: Tensor, w: Tensor, need_dx: bool, need_dw: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, dbias); what is not needed comes back empty."""
-    dx = input_gradient(dy, w) if need_dx else x.new_empty(0)
-    dw = weight_gradient(dy, x) if need_dw else w.new_empty(0)
+    dx = _packed_input_gradient(dy, w) if need_dx else x.new_empty(0)
+    dw = _packed_weight_gradient(dy, x, w) if need_dw else w.new_empty(0)
     dbias = _as_matrix(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype) if need_dbias else w.new_empty(0)
     return dx, dw, dbias
 

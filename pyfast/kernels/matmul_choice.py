@@ -23,12 +23,12 @@ def _torch_has_fast_matmul(dtype: torch.dtype) -> bool:
 _FAST_IN_TORCH = frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if _torch_has_fast_matmul(dtype))
 
 
-def packed_gemm_is_faster(dtype: torch.dtype, m: int, n: int, k: int) -> bool:
-    """Whether `cpu.gemm` beats torch's matmul for [m, k] x [k, n] and the two products of its gradients.
+def packed_gemm_is_faster(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> bool:
+    """Whether `cpu.gemm` beats torch's matmul in the three products of a linear layer: its result, its two gradients.
 
     float32 once packing is paid for; half precision wherever torch has no matmul
     instructions for it and falls back to scalar code; float64 never by enough.
     """
     if dtype == torch.bfloat16 or dtype == torch.float16:
-        return min(m, n, k) >= 8 and dtype not in _FAST_IN_TORCH
-    return dtype == torch.float32 and min(m, n, k) >= 192
+        return min(rows, out_features, in_features) >= 8 and dtype not in _FAST_IN_TORCH
+    return dtype == torch.float32 and rows >= 192 and min(out_features, in_features) >= 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyfast import ops
@@ -120,7 +119,7 @@ class Transformer(nn.Module):
         """
         h = self.hidden(ids, cu_seqlens=cu_seqlens, positions=positions, caches=caches)
         if self.group is None:
-            return F.linear(h, self.head_weight)
+            return ops.linear(h, self.head_weight)
         logits = column_parallel_linear(h, self.head_weight, None, self.group, "head")
         bounds = (split_bounds(self.config.vocab, self.group.size, rank) for rank in range(self.group.size))
         return gather_from_group(logits, self.group, -1, "logits", sizes=[end - start for start, end in bounds])

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pyfast.nn.layout import Layout, Shard
 from pyfast.nn.parameter import active_group, check_enough, linear_bound, new_parameter
 from pyfast.ops.collective import reduce_from_group
+from pyfast.ops.linear import cast_for_autocast, input_gradient, linear, weight_gradient
 
 
 class ColumnParallelLinear(nn.Module):
@@ -62,7 +62,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         return column_parallel_linear(x, self.weight, self.bias, self.group, self.name)
 
     def extra_repr(self) -> str:
@@ -103,8 +103,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_from_group(F.linear(x, self.weight), self.group, self.name, in_place=True)
+            return linear(x, self.weight, self.bias)
+        y = reduce_from_group(linear(x, self.weight), self.group, self.name, in_place=True)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -117,9 +117,7 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group
     That sum travels while the weight gradient is computed. A frozen weight skips its GEMM, an x without gradient skips
     its GEMM and its all-reduce.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = cast_for_autocast(x, weight, bias)  # outside: gradients come back in the parameters' dtype
     return _ColumnParallelLinear.apply(x, weight, bias, group, name)
 
 
@@ -128,22 +126,21 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.name = group, name
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = db = work = None
         if needs_x:
-            dx = grad_rows @ weight
+            dx = input_gradient(grad, weight)
             work = ctx.group.all_reduce(dx, name=f"{ctx.name} input gradient", async_op=True)
         if needs_weight:
-            dw = grad_rows.T @ x.reshape(-1, x.shape[-1])
+            dw = weight_gradient(grad, x, weight)
         if needs_bias:
-            db = grad_rows.sum(0)
+            db = grad.reshape(-1, grad.shape[-1]).sum(0)
         if work is not None:
             work.wait()
-        return None if dx is None else dx.view(x.shape), dw, db, None, None
+        return dx, dw, db, None, None

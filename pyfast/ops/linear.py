@@ -17,7 +17,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ w.T + bias, as torch.nn.functional.linear.
 
     On CPU the packed GEMM of this package is used for the sizes and dtypes at which it is faster (docs/kernels.md has
-    the figures), torch's matmul otherwise. The packed GEMM gives the same bits for any number of threads.
+    the figures), torch's matmul otherwise. The packed GEMM gives the same bits for any number of threads. Under
+    torch.autocast the arguments are cast to its dtype first.
 
     Args:
         x: [..., H] float32, bfloat16, float16 or float64, any strides.
@@ -31,6 +32,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError, ValueError: naming the argument that does not fit.
     """
     check_float("x", x)
+    x, w, bias = cast_for_autocast(x, w, bias)
     check_same("w", w, "x", x)
     if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1]:
         raise ValueError(
@@ -41,17 +43,60 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         check_same("bias", bias, "x", x)
         if bias.shape != w.shape[:1]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({w.shape[0]},), w's output features")
-    rows = x.shape[:-1].numel()
-    if x.device.type == "cpu" and matmul_choice.packed_gemm_is_faster(x.dtype, rows, *w.shape):
+    if _packed_is_faster(x, *w.shape):
         return _linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 
 
+def input_gradient(dy: Tensor, w: Tensor) -> Tensor:
+    """The gradient by x of `linear`, dy [..., F] @ w [F, H]: by the faster product, for use inside a backward."""
+    return _packed_input_gradient(dy, w) if _packed_is_faster(dy, *w.shape) else dy @ w
+
+
+def weight_gradient(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """The gradient by w of `linear`, from dy [..., F] and x [..., H], shaped like w [F, H]; as `input_gradient`."""
+    if _packed_is_faster(dy, *w.shape):
+        return _packed_weight_gradient(dy, x, w)
+    return _as_matrix(dy).t() @ _as_matrix(x)
+
+
+def _packed_input_gradient(dy: Tensor, w: Tensor) -> Tensor:
+    dx = dy.new_empty((*dy.shape[:-1], w.shape[1]))
+    kernels.for_device(dy.device).gemm(_as_matrix(dy), w, _as_matrix(dx))
+    return dx
+
+
+def _packed_weight_gradient(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    dw = torch.empty_like(w, memory_format=torch.contiguous_format)
+    return kernels.for_device(dy.device).gemm(_as_matrix(dy).t(), _as_matrix(x), dw)
+
+
+def cast_for_autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments in torch.autocast's dtype where it is on; as they are elsewhere."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, w, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _packed_is_faster(rows: Tensor, out_features: int, in_features: int) -> bool:
+    """Whether the packed GEMM computes the products of a linear layer over `rows` [..., width]."""
+    count = rows.shape[:-1].numel()
+    return rows.device.type == "cpu" and matmul_choice.packed_gemm_is_faster(
+        rows.dtype, count, out_features, in_features
+    )
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    """x [..., width] as [rows, width]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    rows, out = x.reshape(-1, x.shape[-1]), x.new_empty((*x.shape[:-1], w.shape[0]))
+    out = x.new_empty((*x.shape[:-1], w.shape[0]))
     if bias is not None:
         out.copy_(bias)
-    kernels.for_device(x.device).gemm(rows, w.t(), out.view(-1, w.shape[0]), accumulate=bias is not None)
+    kernels.for_device(x.device).gemm(_as_matrix(x), w.t(), _as_matrix(out), accumulate=bias is not None)
     return out
 
 
@@ -63,15 +108,9 @@ def _backward(
     dy: Tensor, x: Tensor, w: Tensor, need_dx: bool, need_dw: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, dbias); what is not needed comes back empty."""
-    gemm = kernels.for_device(x.device).gemm
-    dx, dw, dbias = _backward_fake(dy, x, w, need_dx, need_dw, need_dbias)
-    dy = dy.reshape(-1, w.shape[0])
-    if need_dx:
-        gemm(dy, w, dx.view(-1, w.shape[1]))
-    if need_dw:
-        gemm(dy.t(), x.reshape(-1, w.shape[1]), dw)
-    if need_dbias:
-        dbias.copy_(dy.sum(0, dtype=sum_dtype(dy.dtype)))
+    dx = _packed_input_gradient(dy, w) if need_dx else x.new_empty(0)
+    dw = _packed_weight_gradient(dy, x, w) if need_dw else w.new_empty(0)
+    dbias = _as_matrix(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype) if need_dbias else w.new_empty(0)
     return dx, dw, dbias
 
 

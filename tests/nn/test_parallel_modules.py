@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pyfast.comm import record
+from pyfast.kernels import cpu
 from pyfast.nn import ColumnParallelLinear, FeedForward, RowParallelLinear, VocabParallelEmbedding
 from pyfast.nn.layout import get_layout
 from pyfast.parallel import ParallelConfig, ParallelMesh
@@ -142,6 +143,27 @@ def autocast(rank: int, world_size: int) -> None:
 
 def test_autocast_sends_bfloat16_and_leaves_float32_gradients(ranks):
     ranks.run(autocast, 2)
+
+
+def products(rank: int, world_size: int) -> tuple[int, list[torch.Tensor]]:
+    mesh = mesh_of(rank, world_size)
+    layer = fill(FeedForward(128, 256, group=mesh.group("tp")), mesh)
+    x = numbers(200, 128, seed=0).float().requires_grad_()
+    calls, gemm = [], cpu.gemm
+    cpu.gemm = lambda *args, **kwargs: calls.append(args) or gemm(*args, **kwargs)
+    try:
+        layer(x).sum().backward()
+    finally:
+        cpu.gemm = gemm
+    return len(calls), [x.grad, *(get_layout(p).unshard(p.grad, mesh) for p in layer.parameters())]
+
+
+def test_every_product_of_a_cut_layer_is_packed_where_that_is_faster(ranks):
+    want = products(0, 1)[1]
+    for count, got in ranks.run(products, 2):
+        assert count == 6  # forward, gradient by input and by weight, of two layers
+        for a, b in zip(got, want, strict=True):
+            assert (a - b).norm() < 1e-5 * b.norm()
 
 
 def refused(rank: int, world_size: int) -> list[str]:

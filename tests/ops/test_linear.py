@@ -105,13 +105,25 @@ def test_opcheck_and_fullgraph_compile(packed):
 
 @pytest.mark.parametrize(
     "rows, dtype, packed_calls",
-    [(256, torch.float32, 1), (4, torch.float32, 0), (256, torch.float64, 0)],
+    [(256, torch.float32, 3), (4, torch.float32, 0), (256, torch.float64, 0)],
 )
 def test_the_route_follows_the_measurements(rows, dtype, packed_calls, monkeypatch):
     calls, gemm = [], cpu.gemm
     monkeypatch.setattr(cpu, "gemm", lambda *args, **kwargs: calls.append(args) or gemm(*args, **kwargs))
-    ops.linear(torch.randn(rows, 200, dtype=dtype), torch.randn(300, 200, dtype=dtype))
+    x, w = torch.randn(rows, 128, dtype=dtype), torch.randn(300, 128, dtype=dtype)
+    ops.linear(x.requires_grad_(), w.requires_grad_()).sum().backward()
     assert len(calls) == packed_calls
+
+
+@pytest.mark.parametrize("rows", [4, 256], ids=["torch", "packed"])
+def test_autocast_casts_as_torch_does(rows):
+    leaves = [torch.randn(size, requires_grad=True) for size in ((rows, 128), (64, 128), (64,))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = ops.linear(*leaves), F.linear(*leaves)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-1)
+    grads = torch.autograd.grad(y.float().sum(), leaves)
+    assert {grad.dtype for grad in grads} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -60,4 +60,4 @@ def bench_adamw(race, dtype: torch.dtype, millions: int) -> None:
     for function in candidates.values():
         for _ in range(FIRST_STEPS):
             function()
-    race(candidates, tolerance=TOLERANCE[dtype], moved_bytes=moved)
+    race(candidates, tolerance=TOLERANCE[dtype], moved_bytes=moved, in_place=True)

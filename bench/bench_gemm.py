@@ -43,7 +43,8 @@ def bench_cube(race, dtype: torch.dtype, size: int) -> None:
 def layer_products():
     for layer in LAYERS:
         for which in ("forward", "dgrad", "wgrad"):
-            yield pytest.param(layer, which, id=f"{layer}-{which}", marks=() if layer == "gate_up" else pytest.mark.full)
+            marks = () if layer == "gate_up" else pytest.mark.full
+            yield pytest.param(layer, which, id=f"{layer}-{which}", marks=marks)
 
 
 @pytest.mark.parametrize(("layer", "which"), list(layer_products()))

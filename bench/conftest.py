@@ -1,4 +1,4 @@
-"""`pytest bench/`: options, the `race` fixture, and one table a kernel at the end. docs/benchmarks.md says how to read it.
+"""`pytest bench/`: options, the `race` fixture, and one table a kernel at the end (docs/benchmarks.md).
 
 --benchmark-max-time (seconds for all candidates of a case together) and --benchmark-min-rounds are pytest-benchmark's.
 """
@@ -89,8 +89,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     option = config.option
     terminalreporter.section("ratio: the other's time over ours; above 1, pyfast is faster", sep="=")
     terminalreporter.write_line(
-        f"{option.threads} thread(s), {option.clock} time, torch {torch.__version__}, {_C.isa()}, float32 FMA peak of a "
-        f"thread {fma_peak(0.1) / 1e9:.1f} GFLOP/s; medians\n"
+        f"{option.threads} thread(s), {option.clock} time, torch {torch.__version__}, {_C.isa()}, "
+        f"float32 FMA peak of a thread {fma_peak(0.1) / 1e9:.1f} GFLOP/s; medians\n"
     )
     for title, lines in rows.items():
         for line in table(title, lines):

@@ -1,4 +1,4 @@
-"""Bars of the ratios in a file written by `pytest bench/ --benchmark-json FILE`: `python bench/plot.py FILE ratios.svg`"""
+"""Bars of the ratios in a file of `pytest bench/ --benchmark-json FILE`: `python bench/plot.py FILE ratios.svg`"""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def main() -> None:
         len(groups), figsize=(9, 0.22 * sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
     )  # fmt: skip
     for axis, (title, cases) in zip(axes[:, 0], groups.items(), strict=True):
-        bars = axis.barh(list(cases), cases.values(), color=["#2a7" if ratio >= 1 else "#c64" for ratio in cases.values()])
+        colors = ["#2a7" if ratio >= 1 else "#c64" for ratio in cases.values()]
+        bars = axis.barh(list(cases), cases.values(), color=colors)
         axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
         axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.set_title(f"{title}: the other's time over ours", loc="left", fontsize=9)
+        axis.set_title(title, loc="left", fontsize=9)
         axis.invert_yaxis()
         axis.margins(x=0.12)
         axis.tick_params(labelsize=7)
+    figure.suptitle("the other's time over ours: above 1, pyfast is faster", fontsize=10)
     figure.savefig(arguments.picture)
 
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from support import Candidate, check_agreement, copy_of
+from support import Candidate, check_agreement, copy_of, sweep_of
 
-COPY = "copy"
+LIMIT = "limit"
 MOST_ROUNDS = 500
 
 
@@ -29,7 +29,7 @@ class Row:
     times: dict[str, float]  # the first is ours
     difference: float  # between the results, relative
     rate: str = ""  # "97.5 GFLOP/s"
-    share: float | None = None  # of the FMA peak, or of a copy of as many bytes
+    share: float | None = None  # of the FMA peak, or of what moving as many bytes reaches
     notes: dict[str, str] = field(default_factory=dict)  # heading -> text
 
     @property
@@ -93,6 +93,7 @@ class Race:
         tolerance: float,
         flop: float | None = None,
         moved_bytes: float | None = None,
+        in_place: bool = False,
         notes: Callable[[], dict[str, str]] | None = None,
     ) -> Row | None:
         """Check that the candidates agree, time them in turn, and note a line for the table of this benchmark's group.
@@ -103,6 +104,7 @@ class Race:
             flop: operations of one call: gives GFLOP/s and the share of the FMA peak.
             moved_bytes: bytes that one call must read and write: gives GB/s, and the share of what a copy of as many
                 bytes, timed in turn with the candidates, reaches.
+            in_place: compare with a change of sign in place instead of a copy.
             notes: more columns, asked for only when times are taken.
 
         Returns:
@@ -115,16 +117,17 @@ class Race:
         if not self.benchmark.enabled:
             self.benchmark.pedantic(next(iter(candidates.values())))
             return None
-        limit = {} if moved_bytes is None else {COPY: copy_of(moved_bytes)}
+        move = sweep_of if in_place else copy_of
+        limit = {} if moved_bytes is None else {LIMIT: move(moved_bytes)}
         times = timed_rounds(
             self.benchmark, candidates | limit, clock=self.clock, seconds=self.seconds, least=self.least_rounds
         )
-        copy, ours = times.pop(COPY, None), next(iter(times.values()))
+        fastest, ours = times.pop(LIMIT, None), next(iter(times.values()))
         rate, share = "", None
         if flop is not None:
             rate, share = f"{flop / ours / 1e9:.1f} GFLOP/s", flop / ours / self.peak
-        elif copy is not None:
-            rate, share = f"{moved_bytes / ours / 1e9:.1f} GB/s", copy / ours
+        elif fastest is not None:
+            rate, share = f"{moved_bytes / ours / 1e9:.1f} GB/s", fastest / ours
         row = Row(self.case, times, difference, rate, share, notes() if notes else {})
         self.benchmark.extra_info.update(
             seconds=times, ratio=row.ratio, difference=difference, rate=rate, share=share, **row.notes

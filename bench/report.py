@@ -17,7 +17,7 @@ def table(title: str, rows: list[Row]) -> list[str]:
             f"{row.ratio:.2f}",
             row.rate,
             "" if row.share is None else f"{row.share:.0%}",
-            f"{row.difference:.0e}",
+            f"{row.difference:.0e}" if row.difference else "0",
             *(row.notes.get(name, "") for name in notes),
         ]
         for row in rows
@@ -25,11 +25,11 @@ def table(title: str, rows: list[Row]) -> list[str]:
     empty = [i for i in range(len(heading)) if not any(line[i] for line in body)]
     lines = [[text for i, text in enumerate(line) if i not in empty] for line in [heading, *body]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    written = [
-        "| " + " | ".join(t.rjust(w) if i else t.ljust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True))) + " |"
-        for line in lines
-    ]
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    written = []
+    for line in lines:
+        case, *numbers = (text.rjust(width) for text, width in zip(line, widths, strict=True))
+        written.append(f"| {' | '.join([case.strip().ljust(widths[0]), *numbers])} |")
+    rule = f"|{'-' * (widths[0] + 2)}|" + "".join(f"{'-' * (width + 1)}:|" for width in widths[1:])
     return [title, "", written[0], rule, *written[1:], ""]
 
 

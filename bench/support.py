@@ -48,6 +48,13 @@ def copy_of(total_bytes: float) -> Callable[[], Tensor]:
     return lambda: target.copy_(source)
 
 
+def sweep_of(total_bytes: float) -> Callable[[], Tensor]:
+    """The same in place, for an op that updates its arguments: memory is read before it is written in any case, which a
+    copy's target is not, and half as much of it is touched."""
+    values = torch.ones(max(1, round(total_bytes / 8)))
+    return values.neg_
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" """
     return str(dtype).removeprefix("torch.")

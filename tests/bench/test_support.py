@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "bench"
+import pyfast
+
+BENCH = Path(__file__).parents[2] / "bench"
 
 SAMPLE = """
 import pytest
@@ -97,7 +99,10 @@ def run_sample(directory: Path, *arguments: str) -> str:
             shutil.copy(file, directory)
     (directory / "bench_sample.py").write_text(SAMPLE)
     command = [sys.executable, "-m", "pytest", str(directory), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    # The package that is tested, installed or not, and no directory of the source tree besides.
+    paths = [str(Path(pyfast.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=environment, timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr  # bench_different fails
     return done.stdout
 

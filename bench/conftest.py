@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if option.threads < 1:
         raise pytest.UsageError(f"--threads is {option.threads}; at least 1 is needed")
     option.benchmark_timer = f"time.{CLOCKS[option.clock].__name__}"
-    if not (option.benchmark_compare or option.benchmark_histogram or option.benchmark_columns):
+    if not (option.benchmark_compare or option.benchmark_histogram):
         option.benchmark_quiet = True  # its table shows our side alone
     config.stash[ROWS] = {}
     torch.set_num_threads(option.threads)

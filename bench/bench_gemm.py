@@ -1,59 +1,54 @@
-"""The packed GEMM against torch.mm and the machine's FMA peak, one thread.
+"""The packed GEMM against torch.mm, both into a given result: cubes, then the products of a small model's layers.
 
-    python bench/bench_gemm.py [--dtypes float32 bfloat16] [--sizes 512 1024 2048] [--clock cpu]
-
-Cubes, then the products of a small model's layers: forward, and the gradients by input (dgrad) and weight (wgrad).
+The model is that of bench/train_step.py: forward, and the gradients by input (dgrad) and weight (wgrad).
 """
 
 from __future__ import annotations
 
-import argparse
-
+import pytest
 import torch
-from support import compare, fma_peak, tune_allocator
+from support import dtype_name
+from torch import Tensor
 
-from pyfast import _C
 from pyfast.kernels import cpu
 
-# Smallest model of bench/train_step.py: 1024 rows; attention projections, ffn, head (output, input features).
-MODEL = {"qkv": (512, 256), "output": (256, 256), "gate_up": (1536, 256), "down": (256, 768), "head": (1024, 256)}
 ROWS = 1024
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
+# output and input features
+LAYERS = {"qkv": (512, 256), "output": (256, 256), "gate_up": (1536, 256), "down": (256, 768), "head": (1024, 256)}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}
+pytestmark = pytest.mark.benchmark(group="gemm against torch.mm")
 
 
-def product(title: str, a: torch.Tensor, b: torch.Tensor, peak: float, clock: str) -> None:
-    """Time a @ b both ways into a given result."""
-    ours = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
-    theirs = torch.empty_like(ours)
-    compare(
-        f"{title}: [{a.shape[0]}, {a.shape[1]}] x [{b.shape[0]}, {b.shape[1]}] {str(a.dtype).removeprefix('torch.')}",
-        {"pyfast": lambda: cpu.gemm(a, b, ours), "torch.mm": lambda: torch.mm(a, b, out=theirs)},
-        tolerance=TOLERANCE[a.dtype], flop=2 * a.shape[0] * a.shape[1] * b.shape[1], peak=peak, rounds=31, seconds=2,
-        clock=clock,
+def product(race, a: Tensor, b: Tensor) -> None:
+    ours, theirs = (torch.empty(a.shape[0], b.shape[1], dtype=a.dtype) for _ in range(2))
+    race(
+        {"pyfast": lambda: cpu.gemm(a, b, ours), "torch": lambda: torch.mm(a, b, out=theirs)},
+        tolerance=TOLERANCE[a.dtype], flop=2 * a.shape[0] * a.shape[1] * b.shape[1],
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    parser.add_argument("--sizes", nargs="+", type=int, default=[512, 1024, 2048])
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    tune_allocator()
-    peak = fma_peak()
-    print(f"float32 FMA peak of one thread ({_C.isa()}): {peak / 1e9:.1f} GFLOP/s")
-    for name in arguments.dtypes:
-        dtype = getattr(torch, name)
-        for size in arguments.sizes:
-            a, b = torch.randn(2, size, size).to(dtype)
-            product("cube", a, b, peak, arguments.clock)
-        for layer, (n, k) in MODEL.items():
-            x, w, dy = (torch.randn(shape, dtype=dtype) for shape in ((ROWS, k), (n, k), (ROWS, n)))
-            product(f"{layer} forward", x, w.t(), peak, arguments.clock)
-            product(f"{layer} dgrad", dy, w, peak, arguments.clock)
-            product(f"{layer} wgrad", dy.t(), x, peak, arguments.clock)
+def cubes():
+    for dtype in TOLERANCE:
+        for size in (512, 1024, 2048):
+            marks = () if dtype == torch.float32 else pytest.mark.full
+            yield pytest.param(dtype, size, id=f"{size}-{dtype_name(dtype)}", marks=marks)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(("dtype", "size"), list(cubes()))
+def bench_cube(race, dtype: torch.dtype, size: int) -> None:
+    a, b = torch.randn(2, size, size).to(dtype)
+    product(race, a, b)
+
+
+def layer_products():
+    for layer in LAYERS:
+        for which in ("forward", "dgrad", "wgrad"):
+            marks = () if layer == "gate_up" else pytest.mark.full
+            yield pytest.param(layer, which, id=f"{layer}-{which}", marks=marks)
+
+
+@pytest.mark.parametrize(("layer", "which"), list(layer_products()))
+def bench_layer(race, layer: str, which: str) -> None:
+    n, k = LAYERS[layer]
+    x, w, dy = torch.randn(ROWS, k), torch.randn(n, k), torch.randn(ROWS, n)
+    product(race, *{"forward": (x, w.t()), "dgrad": (dy, w), "wgrad": (dy.t(), x)}[which])

@@ -1,96 +1,69 @@
-"""ops.linear_cross_entropy against F.cross_entropy after F.linear: forward + backward, time and peak memory.
+"""ops.linear_cross_entropy against F.cross_entropy after F.linear, forward + backward: time and peak memory.
 
-    python bench/bench_linear_cross_entropy.py [--threads 1] [--dtypes float32] [--sizes T,H,V ...] [--clock cpu]
-
-Peak memory is what the process grew by beyond its arguments, each candidate in a process of its own.
+Peak memory is what the process grew by beyond the arguments, each candidate in a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import multiprocessing
-from pathlib import Path
+import sys
+from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
-from support import compare, tune_allocator
+from memory import peak_growth
+from support import dtype_name
 from torch import Tensor
 
 from pyfast import ops
 
-SIZES = ("1024,256,1024", "2048,512,16384")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-def fused(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    return ops.linear_cross_entropy(h, w, target)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SIZES = ((1024, 256, 1024), (1024, 512, 8192), (2048, 512, 16384))
+TINY = (8, 16, 16)
+pytestmark = pytest.mark.benchmark(group="linear_cross_entropy, forward + backward, against F.cross_entropy(F.linear)")
 
 
 def dense(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(h, w).float(), target, reduction="sum")
 
 
-LOSSES = {"pyfast": fused, "torch": dense}
+LOSSES = {"pyfast": ops.linear_cross_entropy, "torch": dense}
 
 
-def arguments(size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, width, vocab = size
+def make_step(name: str, dtype: torch.dtype, tokens: int, width: int, vocab: int) -> Callable[[], list[Tensor]]:
+    """(loss, dh, dw) of one of LOSSES; the upstream gradient is 1 / tokens, as in training."""
     torch.manual_seed(0)
     h = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     w = torch.randn(vocab, width, dtype=dtype).mul_(width**-0.5).requires_grad_()
-    return h, w, torch.randint(0, vocab, (tokens,))
+    target = torch.randint(0, vocab, (tokens,))
+
+    def step() -> list[Tensor]:
+        value = LOSSES[name](h, w, target)
+        return [value, *torch.autograd.grad(value, (h, w), torch.tensor(1 / tokens))]
+
+    return step
 
 
-def step(loss, h: Tensor, w: Tensor, target: Tensor) -> list[Tensor]:
-    """(loss, dh, dw); the upstream gradient is 1 / tokens, as in training."""
-    value = loss(h, w, target)
-    return [value, *torch.autograd.grad(value, (h, w), torch.tensor(1 / target.numel()))]
+def peak_memory(dtype: torch.dtype, size: tuple[int, int, int]) -> dict[str, str]:
+    """A column for the table."""
+    if not sys.platform.startswith("linux"):
+        return {}
+    grown = {name: peak_growth(make_step, (name, dtype, *TINY), (name, dtype, *size)) for name in LOSSES}
+    return {"MiB: " + ", ".join(grown): " / ".join(f"{value / 2**20:.0f}" for value in grown.values())}
 
 
-def grown_bytes(name: str, size: tuple[int, int, int], dtype: torch.dtype, threads: int) -> int:
-    """How far the resident size rises above the arguments during one step."""
-    torch.set_num_threads(threads)
-    tiny = arguments((8, 16, 16), dtype)
-    step(LOSSES[name], *tiny)  # what is loaded and allocated on a first call does not count
-    given = arguments(size, dtype)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-    before = peak_resident_bytes()
-    step(LOSSES[name], *given)
-    return peak_resident_bytes() - before
+def cases():
+    for dtype in TOLERANCE:
+        for size in SIZES:
+            name = f"T{size[0]}-H{size[1]}-V{size[2]}-{dtype_name(dtype)}"
+            quick = size == SIZES[0] or (size == SIZES[1] and dtype == torch.float32)
+            yield pytest.param(dtype, size, id=name, marks=() if quick else pytest.mark.full)
 
 
-def peak_resident_bytes() -> int:
-    """The largest resident size so far (Linux)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    parser.add_argument("--sizes", nargs="+", default=SIZES)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    tune_allocator()
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for name in options.dtypes:
-            dtype = getattr(torch, name)
-            for size in (tuple(map(int, text.split(","))) for text in options.sizes):
-                given = arguments(size, dtype)
-                tokens, width, vocab = size
-                compare(
-                    f"T={tokens} H={width} V={vocab} {name}, forward + backward, {options.threads} thread(s)",
-                    {key: functools.partial(step, loss, *given) for key, loss in LOSSES.items()},
-                    tolerance=TOLERANCE[dtype], flop=6 * tokens * width * vocab, rounds=15, seconds=20,
-                    clock=options.clock,
-                )  # fmt: skip
-                for key in LOSSES:
-                    grown = pool.apply(grown_bytes, (key, size, dtype, options.threads))
-                    print(f"  {key:24s} peak memory above the arguments {grown / 2**20:7.1f} MiB", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(("dtype", "size"), list(cases()))
+def bench_linear_cross_entropy(race, dtype: torch.dtype, size: tuple[int, int, int]) -> None:
+    tokens, width, vocab = size
+    race(
+        {name: make_step(name, dtype, *size) for name in LOSSES},
+        tolerance=TOLERANCE[dtype], flop=6 * tokens * width * vocab, notes=lambda: peak_memory(dtype, size),
+    )  # fmt: skip

@@ -1,39 +1,23 @@
-"""Timing that can be trusted on a shared machine: candidates in turn, medians, ratios, and no ratio for wrong results.
+"""What every benchmark needs, free of pytest: equal allocator settings, the limits of the machine, equal results.
 
-    tune_allocator()
-    compare("mm 512", {"pyfast": ours, "torch": theirs}, flop=2 * 512**3, tolerance=1e-5)
-
-Every candidate is a function without arguments that returns what it computed (a tensor or a sequence of them); the
-first is ours. All candidates run in one process, under the same allocator settings and number of threads.
+A candidate is a function without arguments that returns what it computed, a tensor or a sequence of them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
-import statistics
+import math
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 Candidate = Callable[[], "Tensor | Sequence[Tensor]"]
 
 
 class Disagreement(Exception):
     """Two candidates computed different things: their times must not be compared."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per call: the median and the best of all rounds."""
-
-    median: float
-    best: float
 
 
 def tune_allocator() -> None:
@@ -57,87 +41,57 @@ def fma_peak(seconds: float = 0.3) -> float:
     return _C.fma_peak(seconds)
 
 
-def measure(
-    candidates: dict[str, Candidate], *, rounds: int = 11, seconds: float = 3.0, clock: str = "wall"
-) -> dict[str, Timing]:
-    """Time the candidates in turn, round after round, for at least 3 rounds and then until `seconds` are spent.
+def copy_of(total_bytes: float) -> Callable[[], Tensor]:
+    """A copy that reads and writes `total_bytes` in all: the limit of an op that must move as many."""
+    source = torch.ones(max(1, round(total_bytes / 8)))
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
-    clock: "wall", or "cpu" for the processor time of all threads of this process, which says more on a busy machine.
+
+def sweep_of(total_bytes: float) -> Callable[[], Tensor]:
+    """The same in place, for an op that updates its arguments: memory is read before it is written in any case, which a
+    copy's target is not, and half as much of it is touched."""
+    values = torch.ones(max(1, round(total_bytes / 8)))
+    return values.neg_
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" """
+    return str(dtype).removeprefix("torch.")
+
+
+def check_agreement(candidates: dict[str, Candidate], tolerance: float) -> float:
+    """The largest relative difference (in norm) between any candidate's results and the first's.
+
+    Raises:
+        Disagreement: it exceeds `tolerance`, is not a number, or the results do not have the same number and shapes.
     """
-    now = CLOCKS[clock]
-    for function in candidates.values():
-        function()
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    gc.collect()
-    gc.disable()
-    try:
-        end = time.perf_counter() + seconds
-        for count in range(rounds):
-            if count >= 3 and time.perf_counter() > end:
-                break
-            for name, function in candidates.items():
-                start = now()
-                function()
-                times[name].append(now() - start)
-    finally:
-        gc.enable()
-    return {name: Timing(statistics.median(values), min(values)) for name, values in times.items()}
-
-
-def check_agreement(candidates: dict[str, Candidate], tolerance: float) -> None:
-    """Raise Disagreement unless every candidate's results are the first's within `tolerance` (relative, in norm)."""
     names = list(candidates)
     expected = _tensors(candidates[names[0]]())
+    largest = 0.0
     for name in names[1:]:
         actual = _tensors(candidates[name]())
         if len(actual) != len(expected):
             raise Disagreement(f"{names[0]} returns {len(expected)} results, {name} returns {len(actual)}")
         for index, (a, b) in enumerate(zip(expected, actual, strict=True)):
-            error = ((a - b).norm() / b.norm().clamp_min(1e-300)).item() if b.numel() else 0.0
-            if a.shape != b.shape or not error <= tolerance:
+            what = f"result {index} of {names[0]} and {name}"
+            if a.shape != b.shape:
+                raise Disagreement(f"{what} have shapes {tuple(a.shape)} and {tuple(b.shape)}; no ratio is printed")
+            error = _relative_difference(a, b)
+            if not error <= tolerance:
                 raise Disagreement(
-                    f"result {index} of {names[0]} and {name} disagree: relative difference {error:.2e}, allowed "
-                    f"{tolerance:.0e}; no ratio is printed"
+                    f"{what} disagree: relative difference {error:.2e}, allowed {tolerance:.0e}; no ratio is printed"
                 )
+            largest = max(largest, error)
+    return largest
+
+
+def _relative_difference(a: Tensor, b: Tensor) -> float:
+    difference, size = (a - b).norm().item(), b.norm().item()
+    if difference == 0.0:
+        return 0.0
+    return difference / size if size else math.inf
 
 
 def _tensors(result: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [t.detach().double().clone() for t in ([result] if isinstance(result, Tensor) else result)]
-
-
-def compare(
-    title: str,
-    candidates: dict[str, Candidate],
-    *,
-    tolerance: float,
-    flop: float | None = None,
-    peak: float | None = None,
-    rounds: int = 11,
-    seconds: float = 3.0,
-    clock: str = "wall",
-) -> dict[str, Timing]:
-    """Check that the candidates agree, time them, and print one line a candidate with its ratio to the first.
-
-    Args:
-        title: what is computed.
-        candidates: name -> function; the first is ours.
-        tolerance: largest relative difference (in norm) between their results.
-        flop: operations of one call, to print GFLOP/s.
-        peak: FLOP/s of the machine, to print the share of it.
-        rounds, seconds, clock: as in `measure`.
-
-    Raises:
-        Disagreement: the results differ; nothing was timed.
-    """
-    check_agreement(candidates, tolerance)
-    timings = measure(candidates, rounds=rounds, seconds=seconds, clock=clock)
-    ours = next(iter(timings.values())).median
-    print(title if clock == "wall" else f"{title}, {clock} time")
-    for name, timing in timings.items():
-        line = f"  {name:24s} {timing.median * 1e3:9.3f} ms (best {timing.best * 1e3:9.3f})"
-        if flop:
-            line += f"  {flop / timing.median / 1e9:7.1f} GFLOP/s"
-            if peak:
-                line += f" {flop / timing.median / peak:4.0%} of the peak"
-        print(line + f"  {timing.median / ours:5.2f} x", flush=True)
-    return timings

@@ -23,7 +23,8 @@ class ConfigError(TrainingError, ValueError):
         self.key, self.value, self.allowed, self.hint = key, value, allowed, hint
 
     def __str__(self) -> str:
-        text = f"{self.key} = {self.value!r}: {self.allowed}."
+        value = repr(self.value) if isinstance(self.value, str) else yaml_word(self.value)
+        text = f"{self.key} = {value}: {self.allowed}."
         return f"{text} {self.hint}" if self.hint else text
 
 
@@ -33,6 +34,12 @@ class NotSupportedYet(ConfigError):
     def __init__(self, key: str, value: object, neutral: object):
         super().__init__(key, value, "not supported yet", hint=f"Leave it at {yaml_word(neutral)}.")
         self.args = (key, value, neutral)
+
+
+class UnknownKey(TrainingError):
+    """A key that no section has, or a file or argument that cannot be read."""
+
+    exit_code = 2
 
 
 class NonFiniteLoss(TrainingError):

@@ -219,6 +219,12 @@ class TrainConfig:
         directory = self.checkpoint.directory
         return os.path.join(self.log.directory, "checkpoints") if directory == "auto" else directory
 
+    @property
+    def written_directories(self) -> dict[str, str]:
+        """Key -> directory that the run writes to."""
+        found = {"log.directory": self.log.directory, "checkpoint.directory": self.checkpoint_directory}
+        return {name: path for name, path in found.items() if path is not None}
+
 
 PARALLEL_HELP = {
     "tensor": "ranks that share each matrix; null = 2 where pyfast starts the ranks, the heads divide by 2 and neither "

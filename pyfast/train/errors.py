@@ -7,6 +7,7 @@ class TrainingError(Exception):
     """Something the user can put right: the message says what was found, what is allowed and what to do."""
 
     exit_code = 1
+    alike = False  # every rank of a machine finds it alike, before it has joined: one of them is enough to say it
 
 
 class ConfigError(TrainingError, ValueError):

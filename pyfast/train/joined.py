@@ -25,7 +25,9 @@ def joined_world() -> tuple[int, int] | None:
     else:
         return None
     if not 0 <= rank < world_size:
-        raise ConfigError(f"environment variable {names[0]}", rank, f"must be from 0 to {names[1]} - 1 = {world_size - 1}")
+        raise ConfigError(
+            f"environment variable {names[0]}", rank, f"must be from 0 to {names[1]} - 1 = {world_size - 1}"
+        )
     return rank, world_size
 
 
@@ -38,4 +40,6 @@ def _number(name: str) -> int:
     try:
         return int(os.environ[name])
     except ValueError:
-        raise ConfigError(f"environment variable {name}", os.environ[name], "must be a number, as torchrun sets it") from None
+        raise ConfigError(
+            f"environment variable {name}", os.environ[name], "must be a number, as torchrun sets it"
+        ) from None

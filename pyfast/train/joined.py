@@ -17,7 +17,7 @@ def joined_world() -> tuple[int, int] | None:
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
         if world_size > 1 and "MASTER_ADDR" not in environment:
             raise TrainingError(
-                "RANK and WORLD_SIZE are set as by torchrun, but MASTER_ADDR is not: start with torchrun, or unset them."
+                "RANK and WORLD_SIZE are set but MASTER_ADDR is not: use torchrun, or unset them."
             )
         names = ("RANK", "WORLD_SIZE")
     elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:

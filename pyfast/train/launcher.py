@@ -6,7 +6,8 @@ ranks when one dies, and prints one error for all of them.
 
 Signals. The ranks that `launch` starts ignore SIGINT and SIGHUP (a terminal sends them to every process) and stop after
 their step on SIGUSR1, which the parent sends; SIGTERM ends them at once, which is how elastic ends the peers of a rank
-that died. A joined rank, or a run of one process, has no such parent: SIGINT, SIGTERM and SIGHUP stop it after its step.
+that died. A joined rank, or a run of one process, has no such parent: SIGINT, SIGTERM and SIGHUP stop it after its
+step.
 """
 
 from __future__ import annotations

@@ -16,9 +16,7 @@ def joined_world() -> tuple[int, int] | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
         if world_size > 1 and "MASTER_ADDR" not in environment:
-            raise TrainingError(
-                "RANK and WORLD_SIZE are set but MASTER_ADDR is not: use torchrun, or unset them."
-            )
+            raise TrainingError("RANK and WORLD_SIZE are set but MASTER_ADDR is not: use torchrun, or unset them.")
         names = ("RANK", "WORLD_SIZE")
     elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
         rank, world_size, names = _number("SLURM_PROCID"), _number("SLURM_NTASKS"), ("SLURM_PROCID", "SLURM_NTASKS")

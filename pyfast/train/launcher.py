@@ -210,7 +210,8 @@ def _watch(context: Any, stop: stopping.Stop, directory: Path) -> int:
             for pid in context.pids().values():
                 _send(pid, signal.SIGUSR1)
     if not result.is_failed():
-        return max(result.return_values.values())
+        ended = result.return_values.values()  # only rank 0 knows that its output is gone
+        return OUTPUT_GONE if OUTPUT_GONE in ended else max(ended)
     codes = {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
     if told and not list(directory.glob("error-*.json")) and -signal.SIGUSR1 in codes.values():
         _say("Stopped before the first step: nothing to save.")

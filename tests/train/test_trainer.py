@@ -286,17 +286,18 @@ def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path, text):
 
 
 def test_a_damaged_checkpoint_is_one_clear_error(tmp_path, text):
-    result = Trainer(config_for(tmp_path, text)).fit()
+    often = {"every": 2}
+    result = Trainer(config_for(tmp_path, text, checkpoint=often)).fit()
     file = next(result.checkpoint.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     advice = rf"(?s){file.name}.*move .*{result.checkpoint.name} away.*goes on from step-"
     with pytest.raises(TrainingError, match=advice) as caught:
-        Trainer(config_for(tmp_path, text, train={"steps": 8})).fit()
+        Trainer(config_for(tmp_path, text, train={"steps": 8}, checkpoint=often)).fit()
     before = str(caught.value).rstrip(".").rsplit(" ", 1)[1]
     result.checkpoint.rename(tmp_path / "away")
-    again = Trainer(config_for(tmp_path, text, train={"steps": 8})).fit()
+    again = Trainer(config_for(tmp_path, text, train={"steps": 8}, checkpoint=often)).fit()
     assert again.status == FINISHED and again.first.step == int(before.removeprefix("step-")) + 1
 
 

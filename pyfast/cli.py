@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import textwrap
@@ -13,6 +14,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (without the program's name) and return the exit code."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
@@ -34,6 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail("stopped before the work began", INTERRUPTED)
 
 
+def _open_standard_streams() -> None:
+    """Open descriptors 0-2 on the null device where the caller closed them: the next file would take their number, and
+    be written to by whatever prints.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+                os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, closefd=False))
+
+
 def fail(message: str, code: int) -> int:
     """Print one error on stderr; returns the exit code. Long paragraphs are wrapped, tracebacks are left alone."""
     if "\n" not in message:
@@ -50,14 +66,18 @@ def train(arguments: list[str]) -> int:
     """`pyfast train`."""
     from pyfast.train.arguments import parse
     from pyfast.train.errors import TrainingError
+    from pyfast.train.joined import first_on_host
 
     try:
         config = parse(arguments)
+    except TrainingError as error:
+        return fail(str(error), error.exit_code) if first_on_host() else error.exit_code
+    try:
         from pyfast.train.launcher import launch
 
         return launch(config, shlex.join(["pyfast", "train", *arguments]))
     except TrainingError as error:
-        return fail(str(error), error.exit_code)
+        return fail(str(error), error.exit_code) if first_on_host() or not error.alike else error.exit_code
 
 
 def prepare(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
 import re
@@ -11,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from pyfast.train.config import (
     PARALLEL_HELP,
@@ -23,17 +24,15 @@ from pyfast.train.config import (
     sections,
     to_dict,
 )
-from pyfast.train.errors import ConfigError, TrainingError, yaml_word
+from pyfast.train.config_file import check_config_file
+from pyfast.train.errors import ConfigError, TrainingError, UnknownKey, yaml_word
 
 USAGE = "pyfast train [--config FILE.yaml] [--section.key value ...]"
 ABOUT = """Train a decoder-only transformer. Without arguments: a small byte-level model on the source of the Python
 standard library, in 2 processes. Keys stand in a YAML file, on the command line, or both; the later one wins."""
 
 
-class UnknownKey(TrainingError):
-    """A key that no section has, or a file or argument that cannot be read."""
-
-    exit_code = 2
+_HOW_TO = ". Keys are given as --section.key value, lists as '[a, b]'; see pyfast train --help."
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -56,6 +55,14 @@ def all_keys() -> dict[str, tuple[dataclasses.Field, Any]]:
     return found
 
 
+class _ConfigFile(ActionConfigFile):
+    """`--config FILE.yaml`, checked first for what jsonargparse and YAML pass over."""
+
+    def __call__(self, parser: Any, namespace: Any, value: str, option: str | None = None) -> None:
+        if check_config_file(value, list(sections())):
+            super().__call__(parser, namespace, value, option)
+
+
 class _Parser(ArgumentParser):
     """jsonargparse's parser with one line of help a key."""
 
@@ -64,8 +71,8 @@ class _Parser(ArgumentParser):
 
 
 def _parser() -> ArgumentParser:
-    parser = _Parser(prog="pyfast train", exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file")
+    parser = _Parser(prog="pyfast train", exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file")
     defaults = to_dict(TrainConfig())
     for name, (item, hint) in all_keys().items():
         section = name.split(".")[0]
@@ -114,17 +121,25 @@ def _plain(value: Any) -> Any:
 
 def _readable(message: str) -> TrainingError:
     """jsonargparse's message in our words: key, value, what is allowed, the closest key."""
-    wrong = re.search(r'Parser key "([\w.]+)":.*?Got value: (.*)', message, re.DOTALL)
+    wrong = re.search(r'Parser key "([\w.]+)":.*?(?:Got|Given) value: (.*)', message, re.DOTALL)
     keys = all_keys()
     if wrong and wrong[1] in keys:
         item, hint = keys[wrong[1]]
-        return ConfigError(wrong[1], wrong[2].strip(), f"allowed is {describe_allowed(item, hint)}")
+        return ConfigError(wrong[1], _literal(wrong[2].strip()), f"allowed is {describe_allowed(item, hint)}")
     unknown = re.search(r"Option '([^']+)' is not accepted", message) or re.search(
         r"unrecognized arguments: --?([\w.+-]+)", message
     )
     if unknown:
         return UnknownKey(_unknown_key(unknown[1].strip("+"), list(keys)))
-    return UnknownKey(" ".join(message.replace('Parser key "config":', "--config:").split()))
+    return UnknownKey(" ".join(message.split()) + _HOW_TO)
+
+
+def _literal(text: str) -> Any:
+    """The value that jsonargparse wrote into its message."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _unknown_key(name: str, keys: list[str]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 from pyfast.parallel.config import ParallelConfig
 from pyfast.train.errors import ConfigError, NotSupportedYet, yaml_word
 
+LARGEST_INTEGER = 2**63 - 1  # what a tensor, a file and a generator's seed can hold
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -114,6 +115,13 @@ class DataConfig(_Section):
     )
     mask_prompt: bool = key(False, "no loss on the prompt of .jsonl lines with prompt and completion")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.paths == []:
+            raise ConfigError(
+                "data.paths", [], "must name at least one path", hint="null stands for the standard library's source."
+            )
+
     def path_list(self) -> list[str] | None:
         """The paths as a list; None stands for the default text."""
         return [self.paths] if isinstance(self.paths, str) else self.paths
@@ -131,7 +139,7 @@ class RunConfig(_Section):
     dtype: Dtype = key(
         "float32", "number format of the parameters; bfloat16 keeps a float32 master copy", later_values=("float16",)
     )
-    seed: int = key(0, "seed of the weights and of the data order", least=0, most=2**63 - 1)
+    seed: int = key(0, "seed of the weights and of the data order", least=0)
     recompute: bool | str | None = key(None, "recompute activations in the backward pass", later=True)
     processes: int | None = key(None, "processes to start; null = as many as the layout needs", least=1)
 
@@ -210,6 +218,12 @@ class TrainConfig:
         """Directory of the checkpoints, None for none."""
         directory = self.checkpoint.directory
         return os.path.join(self.log.directory, "checkpoints") if directory == "auto" else directory
+
+    @property
+    def written_directories(self) -> dict[str, str]:
+        """Key -> directory that the run writes to."""
+        found = {"log.directory": self.log.directory, "checkpoint.directory": self.checkpoint_directory}
+        return {name: path for name, path in found.items() if path is not None}
 
 
 PARALLEL_HELP = {
@@ -294,13 +308,18 @@ def check_value(name: str, value: object, hint: Any, item: dataclasses.Field) ->
     limits = item.metadata
     if not has_type(value, hint):
         raise ConfigError(name, value, f"allowed is {describe_allowed(item, hint)}")
-    if limits.get("later") and value != item.default:
+    if value == "":
+        raise ConfigError(name, value, f"must not be empty; allowed is {describe_allowed(item, hint)}")
+    off = value is False and item.default is None  # "no" and "not given" are the same while it is not built
+    if limits.get("later") and value != item.default and not off:
         raise NotSupportedYet(name, value, item.default)
     if isinstance(value, str) and value in limits.get("later_values", ()):
         raise NotSupportedYet(name, value, item.default)
     if value is None or isinstance(value, (bool, str, list, dict)):
         return
     least, above, most = limits.get("least"), limits.get("above"), limits.get("most")
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise ConfigError(name, value, f"allowed is {describe_allowed(item, hint)}, and no more than {LARGEST_INTEGER}")
     if (
         not math.isfinite(value)
         or (least is not None and value < least)

@@ -226,6 +226,8 @@ def read_piece(piece: Piece, *, mask_prompt: bool = False) -> list[Document]:
         data = file.read(piece.stop - piece.start)
     if len(data) != piece.stop - piece.start:
         raise ValueError(f"data path {piece.path!r} became shorter while it was read")
+    if piece.start == 0:  # the mark says how the file is encoded, it is no text
+        data = data.removeprefix(codecs.BOM_UTF8)
     if piece.kind == "jsonl":
         return _read_lines(piece, data, mask_prompt)
     try:
@@ -278,13 +280,13 @@ def _open(path: str):
 
 def _read_lines(piece: Piece, data: bytes, mask_prompt: bool) -> list[Document]:
     documents = []
-    if piece.start == 0:
-        data = data.removeprefix(codecs.BOM_UTF8)
     for index, line in enumerate(data.split(b"\n")):
         if not line.strip():
             continue
         try:
             parts = tuple((text.encode("utf-8"), learn) for text, learn in _record_parts(loads(line)) if text)
+        except RecursionError as error:
+            raise ValueError(f"{_line_name(piece, index)} is nested too deeply") from error
         except (JSONDecodeError, UnicodeError) as error:
             raise ValueError(f"{_line_name(piece, index)} is not valid JSON in UTF-8: {error}") from error
         except _BadRecord as error:

@@ -7,6 +7,7 @@ class TrainingError(Exception):
     """Something the user can put right: the message says what was found, what is allowed and what to do."""
 
     exit_code = 1
+    alike = False  # every rank of a machine finds it alike, before it has joined: one of them is enough to say it
 
 
 class ConfigError(TrainingError, ValueError):
@@ -23,7 +24,8 @@ class ConfigError(TrainingError, ValueError):
         self.key, self.value, self.allowed, self.hint = key, value, allowed, hint
 
     def __str__(self) -> str:
-        text = f"{self.key} = {self.value!r}: {self.allowed}."
+        value = repr(self.value) if isinstance(self.value, str) else yaml_word(self.value)
+        text = f"{self.key} = {value}: {self.allowed}."
         return f"{text} {self.hint}" if self.hint else text
 
 
@@ -33,6 +35,12 @@ class NotSupportedYet(ConfigError):
     def __init__(self, key: str, value: object, neutral: object):
         super().__init__(key, value, "not supported yet", hint=f"Leave it at {yaml_word(neutral)}.")
         self.args = (key, value, neutral)
+
+
+class UnknownKey(TrainingError):
+    """A key that no section has, or a file or argument that cannot be read."""
+
+    exit_code = 2
 
 
 class NonFiniteLoss(TrainingError):

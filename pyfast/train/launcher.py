@@ -4,9 +4,10 @@ On one machine `launch` starts the ranks itself (torch.distributed.elastic's mul
 a temporary directory, so nothing listens on a network. The parent only watches: it passes a Ctrl-C on once, ends all
 ranks when one dies, and prints one error for all of them.
 
-Signals. The ranks that `launch` starts ignore SIGINT (a terminal sends it to every process) and stop after their step
-on SIGUSR1, which the parent sends; SIGTERM ends them at once, which is how elastic ends the peers of a rank that died.
-A joined rank, or a run of one process, has no such parent: SIGINT and SIGTERM both stop it after its step.
+Signals. The ranks that `launch` starts ignore SIGINT and SIGHUP (a terminal sends them to every process) and stop after
+their step on SIGUSR1, which the parent sends; SIGTERM ends them at once, which is how elastic ends the peers of a rank
+that died. A joined rank, or a run of one process, has no such parent: SIGINT, SIGTERM and SIGHUP stop it after its
+step.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from pyfast.train import stop as stopping
 from pyfast.train.allocator import reuse_large_blocks
 from pyfast.train.config import TrainConfig, resolve, with_default_layout
 from pyfast.train.errors import ConfigError, RankFailed, TrainingError, as_training_error
+from pyfast.train.joined import joined_world
 
 POLL_SECONDS = 0.1
 TIMEOUT_SECONDS = 600.0
+OUTPUT_GONE = 1  # exit code of a run that lost its standard output
 
 
 def launch(config: TrainConfig, command: str = "pyfast train") -> int:
@@ -52,6 +55,19 @@ def launch(config: TrainConfig, command: str = "pyfast train") -> int:
     if not joined:
         config = with_default_layout(config)
     world_size = joined[1] if joined else config.processes
+    try:
+        _check_ranks(config, joined, world_size)  # an impossible layout is found before anything starts
+    except ConfigError as error:
+        error.alike = True
+        raise
+    if not joined:
+        preflight(config)
+    if joined or world_size == 1:
+        return _run_here(config, command, *(joined or (0, 1)))
+    return _start_ranks(config, command, world_size)
+
+
+def _check_ranks(config: TrainConfig, joined: tuple[int, int] | None, world_size: int) -> None:
     if joined and config.train.processes not in (None, world_size):
         raise ConfigError(
             "train.processes",
@@ -59,12 +75,7 @@ def launch(config: TrainConfig, command: str = "pyfast train") -> int:
             f"the launcher this runs under started {world_size} ranks",
             hint="Leave it at null.",
         )
-    resolve(config, world_size)  # an impossible layout is found before anything starts
-    if not joined:
-        preflight(config)
-    if joined or world_size == 1:
-        return _run_here(config, command, *(joined or (0, 1)))
-    return _start_ranks(config, command, world_size)
+    resolve(config, world_size)
 
 
 def preflight(config: TrainConfig) -> None:
@@ -82,16 +93,6 @@ def preflight(config: TrainConfig) -> None:
         raise as_training_error(error) from error
 
 
-def joined_world() -> tuple[int, int] | None:
-    """(rank, ranks) that torchrun or Slurm gave this process, None when it was started alone."""
-    environment = os.environ
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        return int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
-    return None
-
-
 def threads_per_rank(ranks: int) -> int | None:
     """Threads for each of `ranks` ranks of this machine; None where the user's OMP_NUM_THREADS decides."""
     if "OMP_NUM_THREADS" in os.environ:
@@ -100,11 +101,17 @@ def threads_per_rank(ranks: int) -> int | None:
     return max(cores // ranks, 1)
 
 
+def _stop_signals() -> list[signal.Signals]:
+    """Signals that stop a run after its step; under nohup a hangup is none of them."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
 # One process: a joined rank, or a run of one.
 
 
 def _run_here(config: TrainConfig, command: str, rank: int, world_size: int) -> int:
-    with stopping.on_signals(signal.SIGINT, signal.SIGTERM) as stop:
+    with stopping.on_signals(*_stop_signals()) as stop:
         try:
             if world_size > 1:
                 _join(rank, world_size)
@@ -127,6 +134,7 @@ def _join(rank: int, world_size: int) -> None:
         return
     if environment.get("SLURM_NNODES", environment.get("SLURM_JOB_NUM_NODES", "1")) == "1":
         name = f"pyfast-slurm-{environment.get('SLURM_JOB_ID', '0')}-{environment.get('SLURM_STEP_ID', '0')}"
+        name += f"-{environment.get('SLURM_RESTART_COUNT', '0')}"  # a killed run leaves its file behind
         store = dist.FileStore(os.path.join(tempfile.gettempdir(), name), world_size)
         bootstrap.initialize(rank=rank, world_size=world_size, store=store, timeout_s=TIMEOUT_SECONDS)
         return
@@ -166,7 +174,8 @@ def _first_to_fail() -> bool:
 def _start_ranks(config: TrainConfig, command: str, world_size: int) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="pyfast-") as directory, _inherited_ignore(signal.SIGINT):
+    stop_signals = _stop_signals()
+    with tempfile.TemporaryDirectory(prefix="pyfast-") as directory, _inherited_ignore(signal.SIGINT, signal.SIGHUP):
         ranks = range(world_size)
         threads = threads_per_rank(world_size)
         with _elastic_handles("SIGQUIT"):
@@ -184,7 +193,7 @@ def _start_ranks(config: TrainConfig, command: str, world_size: int) -> int:
             shutil.rmtree(directory, ignore_errors=True)
 
         try:
-            with stopping.on_signals(signal.SIGINT, signal.SIGTERM, leave=leave) as stop:
+            with stopping.on_signals(*stop_signals, leave=leave) as stop:
                 return _watch(context, stop, Path(directory))
         finally:
             context.close(signal.SIGKILL)
@@ -197,14 +206,15 @@ def _watch(context: Any, stop: stopping.Stop, directory: Path) -> int:
     while (result := context.wait(timeout=POLL_SECONDS, period=POLL_SECONDS / 2)) is None:
         if stop.requested and not told:
             told = True
-            print("\nStopping after this step. Ctrl-C again leaves at once, without a checkpoint.", file=sys.stderr)
+            _say("\nStopping after this step. Ctrl-C again leaves at once, without a checkpoint.")
             for pid in context.pids().values():
                 _send(pid, signal.SIGUSR1)
     if not result.is_failed():
-        return max(result.return_values.values())
+        ended = result.return_values.values()  # only rank 0 knows that its output is gone
+        return OUTPUT_GONE if OUTPUT_GONE in ended else max(ended)
     codes = {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
     if told and not list(directory.glob("error-*.json")) and -signal.SIGUSR1 in codes.values():
-        print("Stopped before the first step: nothing to save.", file=sys.stderr)
+        _say("Stopped before the first step: nothing to save.")
         return stopping.EXIT_CODE
     raise _root_cause(codes, _reports(directory))
 
@@ -243,10 +253,14 @@ def _rank_main(
             bootstrap.shutdown()
             return code
     except Exception as error:
-        _report(directory, rank, error)
+        try:
+            _report(directory, rank, error)
+        except OSError as full:  # such as a full disk: say it here, the parent will find no report
+            _say(f"pyfast: rank {rank}: {error} (and there was no room to report it: {full})")
         # Skip interpreter shutdown: gloo's threads may still wait for peers that will never answer.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         os._exit(1)
 
 
@@ -265,7 +279,26 @@ def _train(config: TrainConfig, command: str, rank: int, world_size: int, stop: 
         sample = sample_text(trainer)
     if reporter is not None:
         reporter.end(trainer, result, sample)
+        if reporter.broken is not None:
+            return _leave_without_screen(reporter.broken, result)
     return stopping.EXIT_CODE if result.status == STOPPED else 0
+
+
+def _leave_without_screen(why: str, result: Any) -> int:
+    """Say on what may be left, standard error, where the run stands."""
+    sys.stdout = None  # or the interpreter flushes it again at its end, and fails again
+    _say(f"pyfast: {why} {result.step} steps are done, checkpoint: {result.checkpoint}")
+    return OUTPUT_GONE
+
+
+def _say(text: str) -> None:
+    """Print on standard error. It may be a terminal that was closed, which must not keep the run from saving."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = None
 
 
 def _reporter(command: str) -> Any:
@@ -315,13 +348,14 @@ def _watch_parent(parent: int) -> None:
 
 
 @contextmanager
-def _inherited_ignore(number: signal.Signals) -> Iterator[None]:
-    """Ignore a signal here and, from their first instruction on, in the processes started meanwhile."""
-    before = signal.signal(number, signal.SIG_IGN)
+def _inherited_ignore(*numbers: signal.Signals) -> Iterator[None]:
+    """Ignore signals here and, from their first instruction on, in the processes started meanwhile."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -357,6 +391,9 @@ def _send(pid: int, number: signal.Signals) -> None:
 def _show_cursor() -> None:
     """A rank that was killed could not put back the cursor that its progress bar hides."""
     for stream in (sys.stdout, sys.stderr):
-        if stream.isatty():
-            stream.write("\x1b[?25h")
-            stream.flush()
+        if stream is not None and stream.isatty():
+            try:
+                stream.write("\x1b[?25h")
+                stream.flush()
+            except OSError:
+                pass  # the terminal was closed: it has no cursor any more

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +29,35 @@ class Reporter:
     def __init__(self, display: Display, command: str = "pyfast train"):
         self.display = display
         self.command = command
+        self.broken: str | None = None  # why nothing can be shown any more
 
     def start(self, trainer: Any, start: Any, moved_to: Path | None) -> None:
         """Draw the panel of what is about to run."""
-        self.display.start(start_info(trainer, start, moved_to))
+        self._show(self.display.start, start_info(trainer, start, moved_to))
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
-        self.display.step(metrics)
+        self._show(self.display.step, metrics)
 
     def close(self) -> None:
         """Take the progress bar down."""
-        self.display.close()
+        self._show(self.display.close)
 
     def end(self, trainer: Any, result: Any, sample: str | None) -> None:
         """Draw what was done and what to do next."""
-        self.display.end(end_info(trainer, result, sample, self.command))
+        self._show(self.display.end, end_info(trainer, result, sample, self.command))
+
+    def _show(self, draw: Callable[..., None], *facts: Any) -> None:
+        """Draw, unless the screen is gone: a closed pipe or terminal must not cost the steps since the last save."""
+        if self.broken is not None:
+            return
+        try:
+            draw(*facts)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except (OSError, SystemExit) as error:  # rich makes a SystemExit of a broken pipe
+            cause = error if isinstance(error, OSError) else error.__context__
+            self.broken = f"Standard output is gone ({cause})."
 
 
 def start_info(trainer: Any, start: Any, moved_to: Path | None) -> StartInfo:

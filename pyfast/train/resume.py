@@ -13,7 +13,7 @@ from torch import nn
 
 from pyfast.models import TransformerConfig
 from pyfast.parallel import ParallelMesh
-from pyfast.train.config import TrainConfig, to_dict
+from pyfast.train.config import OptimizerConfig, TrainConfig, to_dict
 from pyfast.train.errors import ConfigError, TrainingError, as_training_error, yaml_word
 from pyfast.train.metrics import FILE_NAME
 from pyfast.train.optimizer import FlatOptimizer
@@ -74,19 +74,32 @@ def find_start(config: TrainConfig, model: TransformerConfig, tokenizer: Tokeniz
 def _read(path: Path) -> Any:
     from pyfast.parallel import read_metadata
 
-    with checkpoint_errors():
+    with checkpoint_errors(path):
         return read_metadata(path)
 
 
 @contextmanager
-def checkpoint_errors() -> Iterator[None]:
-    """Turn what can go wrong with files of a checkpoint (damaged, disk full) into an error without a traceback."""
+def checkpoint_errors(read: Path | None = None) -> Iterator[None]:
+    """Turn what can go wrong with files of a checkpoint (damaged, disk full) into an error without a traceback.
+
+    read: the checkpoint that is being read; the error then says how to go on without it.
+    """
     from pyfast.parallel import CheckpointError
 
     try:
         yield
     except (CheckpointError, FileExistsError) as error:
-        raise as_training_error(error) from error
+        if read is None:
+            raise as_training_error(error) from error
+        raise TrainingError(f"{str(error).rstrip('.')}. {_without(read)}") from error
+
+
+def _without(path: Path) -> str:
+    """What to do when a checkpoint cannot be read."""
+    complete = (entry for entry in path.parent.glob("step-*") if (entry / "metadata.json").is_file())
+    before = max((entry.name for entry in complete if entry.name < path.name), default=None)
+    then = f"goes on from {before}" if before else "starts anew"
+    return f"If it is lost, move {path} away: with checkpoint.resume auto the run then {then}."
 
 
 def _named_checkpoint(name: str) -> Path:
@@ -146,6 +159,23 @@ def _check_same_run(config: TrainConfig, model: TransformerConfig, tokenizer: To
         )
     if other:
         raise TrainingError(f"{metadata.path} is a checkpoint of another model: {'; '.join(other)}. {what_to_do}")
+    _check_same_optimizer(config.optimizer, metadata)
+
+
+def _check_same_optimizer(optimizer: OptimizerConfig, metadata: Any) -> None:
+    """Raise `ConfigError` when the checkpoint has optimizer state of another kind."""
+    theirs = (metadata.config or {}).get("optimizer", {})
+    if not any(name.startswith("optimizer.") for name in metadata.tensors):
+        return
+    for name, kind in (("name", str), ("momentum", bool)):  # momentum: there is a state or there is none
+        value = getattr(optimizer, name)
+        if name in theirs and kind(theirs[name]) != kind(value):
+            raise ConfigError(
+                f"optimizer.{name}",
+                value,
+                f"{metadata.path} has the optimizer state of {yaml_word(theirs[name])}",
+                hint="Use the checkpoint's value, or start anew with another --log.directory.",
+            )
 
 
 def _changes(config: TrainConfig, theirs: dict[str, Any]) -> list[str]:
@@ -174,7 +204,7 @@ def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: Par
     complete = any(name.startswith("optimizer.") for name in _read(path).tensors)
     stateless = not [kind for kind in optimizer.state_by_name() if kind != "master"]
     state = checkpoint_state(model, optimizer if complete or stateless else None, {})
-    with checkpoint_errors():
+    with checkpoint_errors(path):
         load(path, state, mesh)
     if state.optimizer_state is None:
         optimizer.reset_masters()

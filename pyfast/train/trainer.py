@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pyfast.parallel import FlatBuckets, ParallelMesh, clip_coefficient
 from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.data import load_dataset
 from pyfast.train.errors import NonFiniteLoss, as_training_error
+from pyfast.train.lock import RunLock
 from pyfast.train.metrics import MetricsWriter, StepMetrics, memory_bytes
 from pyfast.train.model import transformer_config
 from pyfast.train.optimizer import make_optimizer, parameter_group
@@ -74,16 +76,23 @@ class Trainer:
         self.display = display
         self.step = 0
         self.saved: Path | None = None
+        self._lock = RunLock(self.config.written_directories)
 
     def fit(self) -> FitResult:
         """Train from where the run stands to `train.steps`, or until a stop is requested."""
+        try:
+            return self._fit()
+        finally:
+            self._lock.release()
+
+    def _fit(self) -> FitResult:
         try:
             start = self._set_up()
         except (ValueError, OSError, ImportError) as error:
             raise as_training_error(error) from error
         if self.step >= self.config.train.steps:
             return FitResult(NOTHING_TO_DO, self.step, self.saved)
-        writer = self._open_metrics()
+        writer = self._on_first_rank(self._open_metrics, "open metrics.jsonl")
         try:
             if self.display is not None:
                 self.display.start(self, start, writer.moved_to)
@@ -94,11 +103,9 @@ class Trainer:
             if self.display is not None:
                 self.display.close()
 
-    def _open_metrics(self) -> MetricsWriter | None:
-        try:
-            return MetricsWriter(self.config.log.directory, last_step=self.step) if self.rank == 0 else None
-        except OSError as error:
-            raise as_training_error(error) from error
+    def _open_metrics(self) -> MetricsWriter:
+        self._lock.take()
+        return MetricsWriter(self.config.log.directory, last_step=self.step)
 
     # Setting up.
 
@@ -135,16 +142,28 @@ class Trainer:
 
     def _find_start(self) -> Start:
         """Rank 0 looks at the files, all ranks take its answer or raise its error."""
-        answer: Start | Exception | None = None
+
+        def look() -> Start:
+            self._lock.take_existing()  # from here on no other run changes what is found
+            return find_start(self.config, self.model_config, self.tokenizer)
+
+        found = self._on_first_rank(look, "find checkpoint")
+        return self.mesh.group("world").all_gather_object(found, name="checkpoint to start from")[0]
+
+    def _on_first_rank(self, work: Callable[[], Any], name: str) -> Any:
+        """Do `work` on rank 0 alone; returns its result there, None elsewhere, and raises its error on every rank."""
+        result, error = None, None
         if self.rank == 0:
             try:
-                answer = find_start(self.config, self.model_config, self.tokenizer)
-            except Exception as error:
-                answer = error
-        answer = self.mesh.group("world").all_gather_object(answer, name="find checkpoint")[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+                result = work()
+            except Exception as raised:
+                error = raised
+        error = self.mesh.group("world").all_gather_object(error, name=name)[0]
+        if isinstance(error, OSError):
+            raise as_training_error(error) from error
+        if error is not None:
+            raise error
+        return result
 
     # The loop.
 
@@ -161,6 +180,7 @@ class Trainer:
                 writer.write(metrics)
             if self.display is not None:
                 self.display.step(metrics)
+                self._stop_unless_watched()
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 self._save()
         self._save()
@@ -245,6 +265,11 @@ class Trainer:
             f"Step {step}: the loss is {loss:g} and the gradient norm {norm:g}; {where}. The step was not applied. "
             f"{kept}. Try a lower optimizer.learning_rate, more optimizer.warmup_steps, or optimizer.clip_norm 1."
         )
+
+    def _stop_unless_watched(self) -> None:
+        """Nobody sees a run whose screen is gone (`| head`, a closed terminal): it saves and ends like at Ctrl-C."""
+        if getattr(self.display, "broken", None) is not None:
+            self.stop.requested = True
 
     # Checkpoints.
 

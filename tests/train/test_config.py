@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,7 @@ def test_a_wrong_key_or_value_is_one_paragraph_that_names_it(arguments, parts):
         ("model: {layerz: 3}", ["model.layerz", "Did you mean model.layers?"]),
         ("model: {layers: [3]}", ["model.layers", "[3]", "integer"]),
         ("modell: {layers: 3}", ["modell.layers", "Did you mean model.layers?"]),
-        ("model: [", ["parsing"]),
+        ("model: [", ["is not YAML", "line 1"]),
     ],
 )
 def test_a_wrong_file_is_one_paragraph(tmp_path, content, parts):
@@ -269,3 +270,78 @@ def test_errors_survive_the_way_between_processes():
 def test_examples_are_valid(name):
     config = parse(["--config", str(EXAMPLES / name)])
     assert resolve(config, max(config.processes, 2)).parallel.data >= 1
+
+
+def from_file(tmp_path, content: str | bytes) -> list[str]:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return ["--config", str(file)]
+
+
+@pytest.mark.parametrize(
+    "content, parts",
+    [
+        ("- a\n- b\n", ["must be a mapping", "list"]),
+        ("some words", ["must be a mapping"]),
+        ("train:\n\tsteps: 3\n", ["line 2", "not with tabs"]),
+        ("train: {steps: 3", ["is not YAML", "line"]),
+        ("train: {steps: 3}\n---\ntrain: {steps: 4}\n", ["is not YAML", "document"]),
+        ("!!python/object/apply:os.system ['true']", ["is not YAML"]),
+        (b"train: {steps: \xff}", ["is not UTF-8", "byte 15"]),
+        (b"\0\1", ["is not YAML"]),
+        ("train:\n  steps: 3\n  seed: 1\n  steps: 5\n", ["train.steps is given twice", "lines 2 and 4"]),
+        ("train: {steps: 3}\nmodel: {}\ntrain: {seed: 5}\n", ["train is given twice", "lines 1 and 3"]),
+        ("train: {steps: 3}\ntrain.steps: 4\n", ["train.steps is given twice"]),
+        ("train: &a {steps: *a}\n", ["train.steps"]),
+        ("train:\n", ["train = null", "leave the section out"]),
+        ("train: 3\n", ["train = 3", "mapping"]),
+        ("train: [1]\n", ["train = [1]", "mapping"]),
+        ("1: 2\n", ["there is no key 1", "Sections"]),
+        ("config: other.yaml\n", ["config", "more than once"]),
+        ("train: {steps: [3]}", ["train.steps = [3]", "integer"]),
+        ("train: {steps: 3.0}", ["train.steps = 3.0", "integer"]),
+        ("train: {steps: 1e2}", ["train.steps", "integer"]),
+        ("train: {steps: true}", ["train.steps = true", "integer"]),
+        ("train: {steps: null}", ["train.steps = null", "integer"]),
+        ("train: {steps: 99999999999999999999}", ["train.steps = 99999999999999999999", "no more than"]),
+        ("model: {rope_scaling: 3}", ["model.rope_scaling = 3", "mapping or null"]),
+        ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate = nan", "at least 0"]),
+        ("optimizer: {learning_rate: .inf}", ["optimizer.learning_rate = inf", "at least 0"]),
+        ("data: {paths: []}", ["data.paths = []", "at least one"]),
+        ("log: {directory: ''}", ["log.directory = ''", "must not be empty"]),
+    ],
+)
+def test_a_file_of_the_wrong_form_is_one_error(tmp_path, content, parts):
+    text = error_of(*from_file(tmp_path, content))
+    for part in parts:
+        assert part in text
+    assert "<unicode string>" not in text and "Parser key" not in text and "Union" not in text
+
+
+@pytest.mark.parametrize("content", ["", "# train: {steps: 3}\n", "{}\n", "\n---\n"])
+def test_a_file_without_keys_sets_nothing(tmp_path, content):
+    assert parse(from_file(tmp_path, content)) == TrainConfig()
+
+
+def test_numbers_need_no_dot_and_files_may_carry_a_mark_or_crlf(tmp_path):
+    assert parse(from_file(tmp_path, "optimizer: {learning_rate: 1e-3}")).optimizer.learning_rate == 1e-3
+    assert parse(from_file(tmp_path, "optimizer: {learning_rate: '1e-3'}")).optimizer.learning_rate == 1e-3
+    assert parse(from_file(tmp_path, b"\xef\xbb\xbftrain:\r\n  steps: 3\r\n")).train.steps == 3
+
+
+@pytest.mark.parametrize("path", ["", "missing.yaml", ".", os.devnull])
+def test_a_config_that_is_no_file_is_one_error(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    text = error_of("--config", path)
+    assert repr(path) in text and "Give the path of a YAML file" in text
+
+
+def test_keys_are_not_abbreviated():
+    """A key that a later version adds must not change what a command line means."""
+    assert "Did you mean train.steps?" in error_of("--train.step", "5")
+    assert "conf: there is no such key" in error_of("--conf", "run.yaml")
+
+
+def test_no_is_neutral_for_what_is_not_built_yet():
+    assert parse(["--train.recompute", "false", "--log.timeline", "false"])
+    assert "not supported yet" in error_of("--train.recompute", "true")

@@ -214,3 +214,17 @@ def test_python_without_sources_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match="data.paths"):
         standard_library_files()
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbfa text\r\n")
+    (document,) = read_documents([marked])
+    assert document.parts == ((b"a text\r\n", True),)
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text('{"text": "fine"}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(ValueError, match="deep.jsonl:2"):
+        list(read_documents([deep]))

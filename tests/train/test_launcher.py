@@ -71,17 +71,26 @@ def plain(text: str) -> str:
 
 
 class Run:
-    """A `pyfast train` in a session of its own, as in a terminal."""
+    """A `pyfast train` in a session of its own, as in a terminal. output: where it prints, None for pipes to us."""
 
-    def __init__(self, tmp_path: Path, text: Path, *arguments: str, **variables: str):
+    def __init__(
+        self,
+        tmp_path: Path,
+        text: Path,
+        *arguments: str,
+        before: tuple[str, ...] = (),
+        output: int | None = None,
+        **variables: str,
+    ):
         self.metrics = tmp_path / "run" / "metrics.jsonl"
         self.process = subprocess.Popen(
-            command(tmp_path, text, *arguments),
+            [*before, *command(tmp_path, text, *arguments)],
             env=environment(**variables),
             cwd=tmp_path,  # not the checkout: `python -m` would import its pyfast, not the installed one
             text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            stdout=output or subprocess.PIPE,
+            stderr=output or subprocess.PIPE,
             start_new_session=True,
         )
 
@@ -206,7 +215,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, text):
     code, _, _ = run.end()
     assert code == 130
     assert gone(ranks.values())
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not list((tmp_path / "run" / "checkpoints").glob("*step-*"))
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path, text):
@@ -306,3 +315,55 @@ def test_the_cause_is_the_rank_that_failed_first(codes, reports, expected):
     error = launcher._root_cause(codes, reports)
     assert isinstance(error, RankFailed)
     assert re.search(expected, str(error), re.DOTALL)
+
+
+def test_a_hangup_saves_like_ctrl_c_although_the_terminal_is_gone(tmp_path, text):
+    """Closing a terminal sends SIGHUP to every process of the run, and nothing can be printed any more."""
+    reader, writer = os.pipe()
+    run = Run(tmp_path, text, "--train.steps", FOREVER, "--checkpoint.every", "1000000", output=writer)
+    os.close(writer)
+    run.wait_for_steps()
+    os.close(reader)
+    os.killpg(run.process.pid, signal.SIGHUP)
+    assert run.process.wait(timeout=PATIENCE) in (launcher.OUTPUT_GONE, 130)
+    steps = len(read(run.metrics))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [f"step-{steps:08d}"]
+
+
+def test_under_nohup_a_hangup_changes_nothing(tmp_path, text):
+    run = Run(tmp_path, text, "--train.steps", FOREVER, before=("nohup",))
+    run.wait_for_steps()
+    os.killpg(run.process.pid, signal.SIGHUP)
+    run.wait_for_steps(len(read(run.metrics)) + 3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 130
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_closed_pipe_saves_and_says_so(tmp_path, text, ranks):
+    """`pyfast train | head -2`"""
+    run = Run(tmp_path, text, "--train.steps", FOREVER, "--log.every", "1", "--parallel.tensor", ranks)
+    assert "pyfast train" in run.process.stdout.readline()
+    run.process.stdout.close()
+    err = run.process.stderr.read()
+    assert run.process.wait(timeout=PATIENCE) == launcher.OUTPUT_GONE
+    assert "Standard output is gone" in err and "Traceback" not in err and "Exception ignored" not in err
+    steps = len(read(run.metrics))
+    assert f"checkpoint: {tmp_path / 'run' / 'checkpoints' / f'step-{steps:08d}'}" in err
+
+
+def test_without_standard_streams_it_trains(tmp_path, text):
+    shell = " ".join(command(tmp_path, text, "--train.steps", "2")) + " <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], env=environment(), timeout=PATIENCE).returncode == 0
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path, text):
+    first = Run(tmp_path, text, "--train.steps", FOREVER)
+    first.wait_for_steps()
+    code, out, err = Run(tmp_path, text, "--train.steps", FOREVER).end()
+    assert code == 1 and out == "" and "Another run (process" in plain(err) and err.count("pyfast: ") == 1
+    first.process.kill()  # the lock goes with it
+    first.process.communicate()
+    code, _, err = Run(tmp_path, text, "--train.steps", "1").end()
+    assert code == 0, err

@@ -13,6 +13,7 @@ from pyfast.models import to_hugging_face
 from pyfast.models.hugging_face_config import config_to_hugging_face
 from pyfast.train.config import TrainConfig, from_dict
 from pyfast.train.errors import ConfigError, NonFiniteLoss, TrainingError
+from pyfast.train.lock import RunLock
 from pyfast.train.metrics import MetricsWriter, StepMetrics, read
 from pyfast.train.stop import Stop
 from pyfast.train.trainer import FINISHED, NOTHING_TO_DO, STOPPED, Trainer
@@ -208,7 +209,7 @@ def test_a_named_checkpoint_starts_another_run(tmp_path, text):
     [
         ({"model": {"width": 64}}, "another model.*model.width is 64, in the checkpoint 32"),
         ({"model": {"qk_norm": True}}, "another model.*model.qk_norm is true, in the checkpoint false"),
-        ({"train": {"steps": 8}, "optimizer": {"name": "sgd", "momentum": 0.9}}, "not a checkpoint of this model"),
+        ({"train": {"steps": 8}, "optimizer": {"name": "sgd", "momentum": 0.9}}, "optimizer.name = 'sgd'.*of adamw"),
         ({"checkpoint": {"resume": "/no/such/place"}}, "checkpoint.resume = '/no/such/place'"),
     ],
 )
@@ -218,6 +219,31 @@ def test_a_checkpoint_that_does_not_fit_is_one_clear_error(tmp_path, text, secti
     with pytest.raises(TrainingError, match=message):
         Trainer(config_for(tmp_path, text, **sections)).fit()
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_momentum_needs_a_checkpoint_with_momentum(tmp_path, text):
+    Trainer(config_for(tmp_path, text, optimizer={"name": "sgd", "momentum": 0.9})).fit()
+    with pytest.raises(ConfigError, match="optimizer.momentum = 0.0.*optimizer state of 0.9"):
+        Trainer(config_for(tmp_path, text, train={"steps": 8}, optimizer={"name": "sgd"})).fit()
+
+
+def test_a_run_holds_its_directories_and_lets_them_go(tmp_path, text, monkeypatch):
+    monkeypatch.setattr("pyfast.train.lock.PATIENCE_SECONDS", 0.0)
+    other = RunLock({"log.directory": tmp_path / "run"})
+    other.take()
+    with pytest.raises(TrainingError, match="Another run"):
+        Trainer(config_for(tmp_path, text)).fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    other.release()
+    Trainer(config_for(tmp_path, text)).fit()
+    RunLock({"log.directory": tmp_path / "run"}).take_existing()
+
+
+def test_a_checkpoint_directory_that_is_a_file_is_found_before_training(tmp_path, text):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match="checkpoint.directory = .*file.*cannot be written to"):
+        Trainer(config_for(tmp_path, text, checkpoint={"directory": str(tmp_path / "file")})).fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "file").read_text() == "precious"
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, text, monkeypatch):
@@ -260,13 +286,19 @@ def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path, text):
 
 
 def test_a_damaged_checkpoint_is_one_clear_error(tmp_path, text):
-    result = Trainer(config_for(tmp_path, text)).fit()
+    often = {"every": 2}
+    result = Trainer(config_for(tmp_path, text, checkpoint=often)).fit()
     file = next(result.checkpoint.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(TrainingError, match=file.name):
-        Trainer(config_for(tmp_path, text, train={"steps": 8})).fit()
+    advice = rf"(?s){file.name}.*move .*{result.checkpoint.name} away.*goes on from step-"
+    with pytest.raises(TrainingError, match=advice) as caught:
+        Trainer(config_for(tmp_path, text, train={"steps": 8}, checkpoint=often)).fit()
+    before = str(caught.value).rstrip(".").rsplit(" ", 1)[1]
+    result.checkpoint.rename(tmp_path / "away")
+    again = Trainer(config_for(tmp_path, text, train={"steps": 8}, checkpoint=often)).fit()
+    assert again.status == FINISHED and again.first.step == int(before.removeprefix("step-")) + 1
 
 
 def test_a_non_finite_loss_names_the_step_and_keeps_the_checkpoint(tmp_path, text):

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pyfast.nn.layout import Layout, Shard
 from pyfast.nn.parameter import active_group, check_enough, linear_bound, new_parameter
 from pyfast.ops.collective import reduce_from_group
+from pyfast.ops.dispatch import refuse_second_derivative
 
 
 class ColumnParallelLinear(nn.Module):
@@ -131,8 +131,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
+        refuse_second_derivative("column_parallel_linear")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_rows = grad.reshape(-1, grad.shape[-1])

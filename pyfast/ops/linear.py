@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from pyfast import kernels
 from pyfast.kernels import matmul_choice
 from pyfast.kernels.dtypes import sum_dtype
-from pyfast.ops.checks import check_float, check_same
+from pyfast.ops.checks import autocast, check_float, check_same
 from pyfast.ops.dispatch import Op, differentiable
 
 
@@ -20,7 +22,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     the figures), torch's matmul otherwise. The packed GEMM gives the same bits for any number of threads.
 
     Args:
-        x: [..., H] float32, bfloat16, float16 or float64, any strides.
+        x: [..., H] float32, bfloat16, float16 or float64, any strides. Under torch.autocast x, w and bias are cast to
+            its dtype first, as torch does.
         w: [F, H], x's dtype.
         bias: [F], x's dtype, or None.
 
@@ -30,6 +33,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
+    x, w, bias = autocast(x, w, bias)
     check_float("x", x)
     check_same("w", w, "x", x)
     if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1]:
@@ -41,7 +45,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         check_same("bias", bias, "x", x)
         if bias.shape != w.shape[:1]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({w.shape[0]},), w's output features")
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])  # not Size.numel(), which would fix a dynamic size
     if x.device.type == "cpu" and matmul_choice.packed_gemm_is_faster(x.dtype, rows, *w.shape):
         return _linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)

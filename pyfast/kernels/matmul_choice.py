@@ -30,5 +30,6 @@ def packed_gemm_is_faster(dtype: torch.dtype, m: int, n: int, k: int) -> bool:
     instructions for it and falls back to scalar code; float64 never by enough.
     """
     if dtype == torch.bfloat16 or dtype == torch.float16:
-        return min(m, n, k) >= 8 and dtype not in _FAST_IN_TORCH
-    return dtype == torch.float32 and min(m, n, k) >= 192
+        return dtype not in _FAST_IN_TORCH and n >= 8 and k >= 8 and m >= 8
+    # m last, and no min(): a dynamic number of rows (torch.export) is then only asked about where it decides
+    return dtype == torch.float32 and n >= 192 and k >= 192 and m >= 192

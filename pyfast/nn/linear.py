@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyfast.nn.layout import Layout, Shard
-from pyfast.nn.parameter import active_group, check_enough, linear_bound, new_parameter
+from pyfast.nn.parameter import LayoutModule, active_group, check_enough, linear_bound, new_parameter
 from pyfast.ops.collective import reduce_from_group
 from pyfast.ops.dispatch import refuse_second_derivative
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(LayoutModule):
     """y = x W^T + b with the outputs cut over `group`: x [..., in] on every rank -> y [..., out_local].
 
     Arguments:
@@ -69,7 +69,7 @@ class ColumnParallelLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(LayoutModule):
     """y = sum over ranks of x W^T, + b once: x [..., in_local] -> y [..., out] on every rank.
 
     Arguments as in ColumnParallelLinear; `parts` are blocks stacked along the inputs.

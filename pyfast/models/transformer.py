@@ -182,7 +182,7 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def check_inputs(ids: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None, max_positions: int) -> None:
-    """Raise TypeError for other dtypes, ValueError for shapes that do not fit and positions outside the rotary tables."""
+    """Raise TypeError for wrong dtypes, ValueError for wrong shapes and positions outside the rotary tables."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids are {getattr(ids, 'dtype', type(ids).__name__)}; an int64 or int32 tensor is needed")
     if cu_seqlens is not None:

@@ -70,7 +70,7 @@ def _refuse(what: str) -> None:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """For backward functions that autograd cannot differentiate: under create_graph the gradient would seem constant."""
+    """For backward functions that autograd cannot differentiate: under create_graph it would seem constant."""
     if torch.is_grad_enabled():
         raise NotImplementedError(f"second derivatives of {name} are not supported yet: leave create_graph=False")
 

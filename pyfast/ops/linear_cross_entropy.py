@@ -45,7 +45,7 @@ def linear_cross_entropy(
 
     Args:
         h: [..., H] float32, bfloat16, float16 or float64, any strides; the same on every rank of `group`.
-            Under torch.autocast h and w are cast to its dtype first, as torch does for the product; the loss is float32.
+            Under torch.autocast h and w are cast to its dtype first, as torch casts a product; the loss is float32.
         w: [V_local, H], h's dtype: this rank's rows of the vocabulary, in rank order.
         target: [...] int64, ids in the whole vocabulary, or `ignore_index`; the same on every rank.
         group: the ranks over which the vocabulary is cut; None: w is all of it.

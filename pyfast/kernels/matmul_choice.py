@@ -30,5 +30,6 @@ def packed_gemm_is_faster(dtype: torch.dtype, rows: int, out_features: int, in_f
     instructions for it and falls back to scalar code; float64 never by enough.
     """
     if dtype == torch.bfloat16 or dtype == torch.float16:
-        return min(rows, out_features, in_features) >= 8 and dtype not in _FAST_IN_TORCH
-    return dtype == torch.float32 and rows >= 192 and min(out_features, in_features) >= 64
+        return dtype not in _FAST_IN_TORCH and out_features >= 8 and in_features >= 8 and rows >= 8
+    # rows last, and no min(): a dynamic number of rows (torch.export) is then only asked about where it decides
+    return dtype == torch.float32 and out_features >= 64 and in_features >= 64 and rows >= 192

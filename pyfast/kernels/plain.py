@@ -12,9 +12,11 @@ from torch import Tensor
 from pyfast.kernels import reference
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.kernels.errors import position_error
+from pyfast.kernels.full_precision import full_precision
 from pyfast.kernels.plain_attention import attention_backward, attention_forward  # noqa: F401
 
 
+@full_precision
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `cpu.rms_norm_forward`."""
     wide = x.double() if x.dtype == torch.float64 else x.float()
@@ -22,6 +24,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     return reference.rms_norm(x, weight, eps=eps), rstd
 
 
+@full_precision
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -36,6 +39,7 @@ def rms_norm_backward(
     return dx.to(x.dtype) if need_dx else empty, dweight.to(weight.dtype) if need_dweight else empty
 
 
+@full_precision
 def gemm(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> Tensor:
     """See `cpu.gemm`."""
     wide = sum_dtype(out.dtype)
@@ -43,6 +47,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: flo
     return out.copy_(product.add_(out) if accumulate else product)
 
 
+@full_precision
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
     """See `cpu.rotary`."""
     if positions is not None and positions.numel():
@@ -52,11 +57,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, invers
     return reference.rotary(x, cos, -sin if inverse else sin, positions=positions).contiguous()
 
 
+@full_precision
 def swiglu_forward(x: Tensor, up: Tensor | None) -> Tensor:
     """See `cpu.swiglu_forward`."""
     return reference.swiglu(x, up).contiguous()
 
 
+@full_precision
 def swiglu_backward(dy: Tensor, x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `cpu.swiglu_backward`."""
     wide = sum_dtype(x.dtype)
@@ -67,6 +74,7 @@ def swiglu_backward(dy: Tensor, x: Tensor, up: Tensor | None) -> tuple[Tensor, T
     return (torch.cat([dgate, dup], dim=-1), x.new_empty(0)) if up is None else (dgate, dup)
 
 
+@full_precision
 def adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: int,
     learning_rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: float,
@@ -78,6 +86,7 @@ def adamw_(
     )  # fmt: skip
 
 
+@full_precision
 def cross_entropy_rows(
     logits: Tensor, target: Tensor, start: int, softcap: float, exponentials: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,6 +104,7 @@ def cross_entropy_rows(
     return lse, picked, largest
 
 
+@full_precision
 def cross_entropy_gradient_(
     logits: Tensor, target: Tensor, start: int, lse: Tensor, largest: Tensor | None, grad: Tensor | None,
     softcap: float, z_loss: float,

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from pyfast.kernels import reference
+from pyfast.kernels.full_precision import full_precision
 
 
+@full_precision
 def attention_forward(
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, scale, window_left, window_right, softcap
 ) -> tuple[Tensor, Tensor]:
@@ -19,6 +21,7 @@ def attention_forward(
     return out.contiguous(), lse.contiguous()
 
 
+@full_precision
 def attention_backward(
     dout, dlse, q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, *options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -62,4 +62,5 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> Te
     logits = logits.double().cpu()
     if temperature == 0:
         return logits.argmax(-1)
+    logits = logits - logits.amax(-1, keepdim=True)  # at most 0: a tiny temperature cannot overflow
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator).squeeze(-1)

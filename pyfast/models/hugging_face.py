@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from pyfast.models.hugging_face_config import config_from_hugging_face, config_t
 from pyfast.models.initialize import copy_shard
 from pyfast.models.transformer import Transformer
 from pyfast.nn.layout import get_layout
+from pyfast.ops.checks import FLOAT_DTYPES
 
 _INDEX = "model.safetensors.index.json"
 _LAYER_NAMES = {
@@ -59,19 +60,22 @@ def from_hugging_face(
         config = config_from_hugging_face(source.config.to_dict())
         tensors: Mapping[str, Tensor] = source.state_dict()
     else:
-        directory = Path(source)
+        directory = Path(source).expanduser()
         config_file = directory / "config.json"
         if not config_file.is_file():
             raise ValueError(
                 f"{directory} holds no config.json; give a directory that transformers' save_pretrained wrote"
             )
-        config = config_from_hugging_face(json.loads(config_file.read_text()))
+        config = config_from_hugging_face(_read_json(config_file))
         tensors = SafetensorsDirectory(directory)
     config = replace(config, residual_dtype=residual_dtype)
     first = hugging_face_names("embedding.weight")[0]
     if first not in tensors:
         raise ValueError(f"tensor {first} is missing from {_describe(source)}")
     target = tensors[first].dtype if dtype is None else dtype
+    if target not in FLOAT_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+        raise ValueError(f"the weights would be {target}; dtype={allowed} are supported")
     model = Transformer(config, mesh=mesh, dtype=target, device=device, seed=None)
     _load(model, tensors, _describe(source), convert=dtype is not None)
     return model
@@ -100,7 +104,7 @@ def save_hugging_face(model: Transformer, directory: str | Path) -> None:
     failure = None
     if model.mesh is None or model.mesh.group("world").rank == 0:
         try:
-            _write(Path(directory), config, state)
+            _write(Path(directory).expanduser(), config, state)
         except OSError as error:
             failure = error
     if model.mesh is not None:  # one rank writes, all of them hear how it went
@@ -125,10 +129,10 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
     def __init__(self, directory: Path) -> None:
         index, path = directory / _INDEX, directory / "model.safetensors"
         if path.is_file():  # first, as in transformers, should both be there
-            with safe_open(path, framework="pt") as file:
+            with _open(path) as file:
                 self._files = dict.fromkeys(file.keys(), path)
         elif index.is_file():
-            self._files = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            self._files = {name: directory / file for name, file in _weight_map(index).items()}
         else:
             raise ValueError(
                 f"{directory} holds neither model.safetensors nor {_INDEX}; convert the weights to safetensors"
@@ -138,7 +142,10 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
             raise ValueError(f"{_INDEX} names files that are not there: {', '.join(lost)}")
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
+        path = self._files[name]
+        with _open(path) as file:
+            if name not in file.keys():
+                raise ValueError(f"{path} does not hold the tensor {name} that {_INDEX} promises")
             return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -146,6 +153,34 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error}); copy or download it again") from None
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:  # neither JSON nor text
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, a JSON object is needed")
+    return content
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor: names of files beside the index, nothing else on this machine."""
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} has no weight_map of tensor names and files")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index} names the file {file!r}; only files in its own directory are read")
+    return files
 
 
 @torch.no_grad()

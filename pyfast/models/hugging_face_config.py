@@ -65,6 +65,8 @@ def config_from_hugging_face(source: Mapping[str, Any]) -> TransformerConfig:
     missing = [key for key in _REQUIRED if source.get(key) is None]
     if missing:
         raise ValueError(f"config keys {', '.join(missing)} are missing")
+    for key in (*_REQUIRED, "num_key_value_heads", "head_dim"):
+        _check_positive(key, source.get(key))
     heads, width = source["num_attention_heads"], source["hidden_size"]
     theta, scaling = _rope(source)
     bias = family.always_qkv_bias or bool(source.get("attention_bias") or False)
@@ -158,12 +160,19 @@ def _default_head_size(width: int, heads: int) -> int:
     return width // heads
 
 
+def _check_positive(key: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        raise ValueError(f"config key {key}={value!r} must be a positive number")
+
+
 def _window(source: Mapping[str, Any], family: Family) -> int | None:
     """Keys a query sees, when it is the same for every layer."""
-    if "sliding_window" not in family.reads or source.get("sliding_window") is None:
+    # Left out is not null: transformers then takes 4096.
+    window = source.get("sliding_window", 4096)
+    if "sliding_window" not in family.reads or window is None:
         return None
     if "use_sliding_window" not in family.reads:
-        return source["sliding_window"]
+        return window
     if not source.get("use_sliding_window", False):
         return None
     layers = source["num_hidden_layers"]
@@ -171,17 +180,29 @@ def _window(source: Mapping[str, Any], family: Family) -> int | None:
     kinds = source.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * (
         layers - first
     )
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
     if len(set(kinds)) > 1 or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"layer_types (or max_window_layers={first}) gives the layers different attention, {sorted(set(kinds))}: "
             "not supported yet; all layers must have the same window"
         )
-    return source["sliding_window"] if kinds[0] == "sliding_attention" else None
+    return window if kinds[0] == "sliding_attention" else None
 
 
 def _rope(source: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(source.get(key), Mapping | None):
+            raise ValueError(f"config key {key}={source[key]!r} must be a mapping, or null")
+    _check_positive("rope_theta", source.get("rope_theta"))
+    if source.get("rope_parameters") and source.get("rope_scaling"):
+        if source["rope_parameters"] != source["rope_scaling"]:
+            raise ValueError("config keys rope_parameters and rope_scaling contradict each other; remove one of them")
     rope = dict(source.get("rope_parameters") or source.get("rope_scaling") or {})
+    for key, value in rope.items():
+        if key not in ("rope_type", "type", "truncate"):
+            _check_positive(f"{key} of rope_parameters", value)
     theta = rope.pop("rope_theta", None) or source.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)

@@ -181,7 +181,15 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def check_inputs(ids: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None, max_positions: int) -> None:
-    """Raise ValueError for shapes that do not fit and positions outside the rotary tables."""
+    """Raise TypeError for wrong dtypes, ValueError for wrong shapes and positions outside the rotary tables."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids are {getattr(ids, 'dtype', type(ids).__name__)}; an int64 or int32 tensor is needed")
+    if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            what = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+            raise TypeError(f"cu_seqlens is {what}; an int32 tensor is needed")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; [documents + 1] is needed")
     shape = tuple(ids.shape)
     if ids.dim() not in (1, 2):
         raise ValueError(f"ids have shape {shape}, they must be [B, S], or packed [T]")
@@ -199,6 +207,6 @@ def check_inputs(ids: Tensor, cu_seqlens: Tensor | None, positions: Tensor | Non
                     f"positions range from {low} to {high}, model.max_positions allows 0 to {max_positions - 1}"
                 )
     elif shape[-1] > max_positions:
-        longest = shape[-1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+        longest = shape[-1] if cu_seqlens is None else max(cu_seqlens.diff().tolist(), default=0)
         if longest > max_positions:
             raise ValueError(f"a sequence of {longest} tokens is longer than model.max_positions={max_positions}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyfast.nn.layout import Layout, Shard, split_bounds
-from pyfast.nn.parameter import active_group, check_enough, new_parameter
+from pyfast.nn.parameter import LayoutModule, active_group, check_enough, new_parameter
 from pyfast.ops.collective import reduce_from_group
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(LayoutModule):
     """Rows of a table [num_embeddings, width] by token id: ids int [...] -> [..., width], the same on every rank.
 
     Each rank holds a run of rows (as even as possible, longer runs first, so any vocabulary size works), looks up the

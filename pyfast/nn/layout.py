@@ -196,7 +196,8 @@ def _gather_shard(local: Tensor, shard: Shard, group: Any) -> Tensor:
 
 
 def set_layout(parameter: Tensor, layout: Layout) -> None:
-    """Attach `layout` to `parameter`. `copy.deepcopy` of a parameter loses it, as it loses all attributes."""
+    """Attach `layout` to `parameter`. `copy.deepcopy` of a bare parameter loses it; the modules of
+    `pyfast.nn` put it back."""
     if parameter.dim() != len(layout.shape) or parameter.numel() > math.prod(layout.shape):
         raise ValueError(
             f"layout: unsharded shape {layout.shape} cannot hold this rank's parameter of shape "

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from pyfast.nn.layout import Layout, Shard
-from pyfast.nn.parameter import active_group, check_enough, linear_bound, new_parameter
+from pyfast.nn.parameter import LayoutModule, active_group, check_enough, linear_bound, new_parameter
+from pyfast.ops.checks import autocast
 from pyfast.ops.collective import reduce_from_group
-from pyfast.ops.linear import cast_for_autocast, input_gradient, linear, weight_gradient
+from pyfast.ops.dispatch import refuse_second_derivative
+from pyfast.ops.linear import input_gradient, linear, weight_gradient
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(LayoutModule):
     """y = x W^T + b with the outputs cut over `group`: x [..., in] on every rank -> y [..., out_local].
 
     Arguments:
@@ -69,7 +70,7 @@ class ColumnParallelLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(LayoutModule):
     """y = sum over ranks of x W^T, + b once: x [..., in_local] -> y [..., out] on every rank.
 
     Arguments as in ColumnParallelLinear; `parts` are blocks stacked along the inputs.
@@ -117,7 +118,7 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group
     That sum travels while the weight gradient is computed. A frozen weight skips its GEMM, an x without gradient skips
     its GEMM and its all-reduce.
     """
-    x, weight, bias = cast_for_autocast(x, weight, bias)  # outside: gradients come back in the parameters' dtype
+    x, weight, bias = autocast(x, weight, bias)  # outside: gradients come back in the parameters' dtype
     return _ColumnParallelLinear.apply(x, weight, bias, group, name)
 
 
@@ -129,8 +130,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
+        refuse_second_derivative("column_parallel_linear")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = work = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyfast import ops
 from pyfast.nn.layout import Layout
-from pyfast.nn.parameter import new_parameter
+from pyfast.nn.parameter import LayoutModule, new_parameter
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(LayoutModule):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019): [..., width], like x.
 
     The weight is replicated. `partial` names mesh dimensions over which each rank sees only a part of the rows, so that

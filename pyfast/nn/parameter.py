@@ -8,7 +8,40 @@ import torch
 from torch import nn
 
 from pyfast.comm.group import Group
-from pyfast.nn.layout import Layout, set_layout
+from pyfast.nn.layout import Layout, get_layout, has_layout, set_layout
+
+
+class LayoutModule(nn.Module):
+    """A module whose parameters keep their Layout when torch puts new ones in their place.
+
+    `copy.deepcopy`, `to_empty` and `load_state_dict(assign=True)` make new parameters without the attributes of the old
+    ones; one without a Layout would pass for replicated, and its gradient and norm would be summed wrongly.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is None:
+            return
+        layouts = self.__dict__.setdefault("_layouts", {})
+        if has_layout(param):
+            layouts[name] = get_layout(param)
+        elif name in layouts:
+            set_layout(param, layouts[name])
+
+    def _restore_layouts(self) -> None:
+        for name, layout in self.__dict__.get("_layouts", {}).items():
+            param = self._parameters.get(name)
+            if param is not None and not has_layout(param):
+                set_layout(param, layout)
+
+    def _apply(self, fn, recurse: bool = True):
+        result = super()._apply(fn, recurse)
+        self._restore_layouts()
+        return result
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._restore_layouts()
 
 
 def active_group(group: object | None) -> Group | None:

@@ -53,6 +53,9 @@ def adamw_(
     _check_like_param("grad", grad, param, {param.dtype, torch.float32})
     _check_like_param("exp_avg", exp_avg, param, {wide})
     _check_like_param("exp_avg_sq", exp_avg_sq, param, {wide})
+    updated = () if torch.compiler.is_compiling() else (param, exp_avg, exp_avg_sq, master)
+    if any(x is not None and x.is_neg() for x in updated):
+        raise ValueError("a tensor to update is a lazy negation, whose memory holds other values; call .resolve_neg()")
     if not param.is_contiguous():
         raise ValueError(f"param has strides {param.stride()}; it must be contiguous, since it is updated in place")
     if master is not None:

@@ -5,17 +5,16 @@ B batch, S sequence, T packed tokens, N heads (Nq, Nk), D head size (Dv of the v
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from pyfast import kernels
 from pyfast.kernels.dtypes import sum_dtype
-from pyfast.ops.checks import check_float, check_same
+from pyfast.ops.checks import autocast, check_float, check_number, check_same
 from pyfast.ops.dispatch import Op, differentiable
 
 MAX_HEAD_SIZE = 256
+_WIDEST = 1 << 40  # no sequence is longer, and positions plus a window stay far from 2^63
 
 
 def attention(
@@ -36,7 +35,8 @@ def attention(
 
     Args:
         q: [B, Sq, Nq, D], or packed [Tq, Nq, D] with cu_seqlens_q; float32, bfloat16, float16 or float64, any strides
-            (copied if the last dimension is not contiguous). Sums are float32 (float64 for float64).
+            (copied if the last dimension is not contiguous). Sums are float32 (float64 for float64). Under
+            torch.autocast q, k and v are cast to its dtype first, as torch does.
         k: [B, Sk, Nk, D] or [Tk, Nk, D]; Nq must be a multiple of Nk.
         v: [B, Sk, Nk, Dv] or [Tk, Nk, Dv]. D and Dv are 1..256 and may differ.
         causal: query i sees keys up to i + Sk - Sq (bottom-right aligned).
@@ -58,6 +58,7 @@ def attention(
     Raises:
         TypeError, ValueError: naming the argument that does not fit, before anything is computed.
     """
+    q, k, v = autocast(q, k, v)
     _check_tensors(q, k, v, packed=cu_seqlens_q is not None)
     if sinks is not None:
         _check_sinks(sinks, q)
@@ -67,12 +68,8 @@ def attention(
     elif cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is given without cu_seqlens_q; packed attention needs cu_seqlens_q")
     left, right = _check_window(window)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    softcap = float(softcap)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; a finite number is needed")
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it must be 0 (none) or a positive number")
+    scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
+    softcap = check_number("softcap", softcap, least=0)
     out, lse = _attention(
         q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, bool(causal), scale, left, right, softcap
     )  # fmt: skip
@@ -142,7 +139,7 @@ def _check_window(window: tuple[int, int]) -> tuple[int, int]:
     for side in (left, right):
         if not isinstance(side, int) or isinstance(side, bool) or side < -1:
             raise ValueError(f"window is {window!r}; both sides are integers >= 0, or -1 for unbounded")
-    return left, right
+    return min(left, _WIDEST), min(right, _WIDEST)
 
 
 def _forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *options) -> tuple[Tensor, Tensor]:

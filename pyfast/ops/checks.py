@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,20 @@ def check_float(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed are {allowed}: convert it with .to(...)")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; a dense tensor is needed: convert it with .to_dense()")
+
+
+def check_number(name: str, value: object, *, least: float = -math.inf) -> float:
+    """`value` as a float; TypeError unless it is a number, ValueError unless it is finite and at least `least`."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; a number is needed") from None
+    if not least <= number < math.inf or number == -math.inf:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise ValueError(f"{name} is {value}; a finite number{bound} is needed")
+    return number
 
 
 def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -24,3 +40,20 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
         raise TypeError(f"{name} has dtype {tensor.dtype}, {other_name} has {other.dtype}; they must be the same")
     if tensor.device != other.device:
         raise ValueError(f"{name} is on {tensor.device}, {other_name} on {other.device}; move them to one device")
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in the dtype that torch.autocast asks of a matrix product; float64 and None as they are.
+
+    For the ops whose torch counterparts (linear, scaled_dot_product_attention) autocast runs in half precision.
+    """
+    device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor | None) -> Tensor | None:
+        plain = not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64
+        return x if plain else x.to(dtype)
+
+    return tuple(cast(x) for x in tensors)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyfast.comm import Group
+from pyfast.ops.dispatch import refuse_second_derivative
 
 
 def copy_to_group(x: Tensor, group: Group | dist.ProcessGroup | None, name: str) -> Tensor:
@@ -82,6 +83,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative("copy_to_group")
         # not in place: autograd may hand the same gradient tensor to another branch
         total = torch.empty_like(grad, memory_format=torch.contiguous_format)
         ctx.group.all_reduce(grad, name=f"{ctx.name} backward", out=total)
@@ -101,6 +103,7 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_derivative("reduce_from_group")
         return grad, None, None, None
 
 
@@ -117,4 +120,5 @@ class _GatherFromGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        refuse_second_derivative("gather_from_group")
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None, None

@@ -18,14 +18,20 @@ from torch.nn import Parameter
 
 
 def eager(arguments: Sequence[Any]) -> bool:
-    """Whether a call is plain eager: not traced, no dispatch mode, no torch.func transform, no tensor subclass."""
+    """Whether a call is plain eager: not traced, no dispatch mode, no torch.func transform, only ordinary tensors.
+
+    Not ordinary are subclasses, meta tensors, and lazy negations (`is_neg`): torch's dispatcher resolves those.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     if torch._C._functorch.maybe_current_level() is not None:
         return False
     for a in arguments:
         kind = type(a)
-        if kind is not Tensor and kind is not Parameter and isinstance(a, Tensor):
+        if kind is Tensor or kind is Parameter:
+            if a.is_meta or a.is_neg():
+                return False
+        elif isinstance(a, Tensor):
             return False
     return True
 
@@ -42,6 +48,33 @@ def records(arguments: Sequence[Any]) -> bool:
     return False
 
 
+def refuse_functional_derivatives(name: str, arguments: Sequence[Any]) -> None:
+    """Raise for derivatives that the library route loses: torch.func's grad fails deep inside torch, and forward mode
+    (jvp, jacfwd, linearize) would take the op for a constant."""
+    functional, forward_mode = torch._C._functorch.maybe_current_level() is not None, forward_ad._current_level >= 0
+    if not functional and not forward_mode:
+        return
+    for a in arguments:
+        if not isinstance(a, Tensor):
+            continue
+        while torch._C._functorch.is_functorch_wrapped_tensor(a):
+            if torch._C._functorch.is_gradtrackingtensor(a):
+                _refuse(f"pyfast.{name} under a derivative of torch.func (grad, jvp, jacrev, ...)")
+            a = torch._C._functorch.get_unwrapped(a)
+        if forward_mode and forward_ad.unpack_dual(a).tangent is not None:
+            _refuse(f"forward-mode differentiation of pyfast.{name}")
+
+
+def _refuse(what: str) -> None:
+    raise NotImplementedError(f"{what} is not supported yet: use torch.autograd.grad or backward()")
+
+
+def refuse_second_derivative(name: str) -> None:
+    """For backward functions that autograd cannot differentiate: under create_graph it would seem constant."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"second derivatives of {name} are not supported yet: leave create_graph=False")
+
+
 class Op:
     """A function of tensors and its registration as `torch.ops.pyfast.<name>`; calling it chooses the route.
 
@@ -56,14 +89,22 @@ class Op:
     def __init__(
         self, name: str, schema: str, function: Callable, fake: Callable, mutates: tuple[str, ...] = ()
     ) -> None:
-        self.function = function
+        self.name, self.function = name, function
         self.library_op = torch.library.custom_op(f"pyfast::{name}", function, mutates_args=mutates, schema=schema)
         self.library_op.register_fake(fake)
 
     def __call__(self, *args: Any) -> Any:
         # When autograd records (a backward under create_graph), the library op gives its results a gradient, or one
         # that raises where none is registered; calling the function would lose it silently.
-        return self.function(*args) if eager(args) and not records(args) else self.library_op(*args)
+        if eager(args) and not records(args):
+            return self.function(*args)
+        return self.through_library(*args)
+
+    def through_library(self, *args: Any) -> Any:
+        """Call it through torch's dispatcher."""
+        if not torch.compiler.is_compiling():
+            refuse_functional_derivatives(self.name, args)
+        return self.library_op(*args)
 
 
 def differentiable(op: Op, setup_context: Callable, backward: Callable) -> Callable:
@@ -87,7 +128,7 @@ def differentiable(op: Op, setup_context: Callable, backward: Callable) -> Calla
 
     def call(*args: Any) -> Any:
         if not eager(args):
-            return op.library_op(*args)
+            return op.through_library(*args)
         return function.apply(*args) if records(args) else op.function(*args)
 
     return call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from pyfast import kernels
 from pyfast.kernels import matmul_choice
 from pyfast.kernels.dtypes import sum_dtype
-from pyfast.ops.checks import check_float, check_same
+from pyfast.ops.checks import autocast, check_float, check_same
 from pyfast.ops.dispatch import Op, differentiable
 
 
@@ -17,11 +19,11 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ w.T + bias, as torch.nn.functional.linear.
 
     On CPU the packed GEMM of this package is used for the sizes and dtypes at which it is faster (docs/kernels.md has
-    the figures), torch's matmul otherwise. The packed GEMM gives the same bits for any number of threads. Under
-    torch.autocast the arguments are cast to its dtype first.
+    the figures), torch's matmul otherwise. The packed GEMM gives the same bits for any number of threads.
 
     Args:
-        x: [..., H] float32, bfloat16, float16 or float64, any strides.
+        x: [..., H] float32, bfloat16, float16 or float64, any strides. Under torch.autocast x, w and bias are cast to
+            its dtype first, as torch does.
         w: [F, H], x's dtype.
         bias: [F], x's dtype, or None.
 
@@ -31,8 +33,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
+    x, w, bias = autocast(x, w, bias)
     check_float("x", x)
-    x, w, bias = cast_for_autocast(x, w, bias)
     check_same("w", w, "x", x)
     if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1]:
         raise ValueError(
@@ -71,17 +73,9 @@ def _packed_weight_gradient(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return kernels.for_device(dy.device).gemm(_as_matrix(dy).t(), _as_matrix(x), dw)
 
 
-def cast_for_autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The arguments in torch.autocast's dtype where it is on; as they are elsewhere."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, w, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
-
-
 def _packed_is_faster(rows: Tensor, out_features: int, in_features: int) -> bool:
     """Whether the packed GEMM computes the products of a linear layer over `rows` [..., width]."""
-    count = rows.shape[:-1].numel()
+    count = math.prod(rows.shape[:-1])  # not Size.numel(), which would fix a dynamic size
     return rows.device.type == "cpu" and matmul_choice.packed_gemm_is_faster(
         rows.dtype, count, out_features, in_features
     )

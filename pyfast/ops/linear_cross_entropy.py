@@ -21,8 +21,8 @@ from torch import Tensor
 from pyfast import kernels
 from pyfast.comm import Group
 from pyfast.kernels.dtypes import sum_dtype
-from pyfast.ops.checks import check_float, check_same
-from pyfast.ops.dispatch import Op, differentiable
+from pyfast.ops.checks import autocast, check_float, check_number, check_same
+from pyfast.ops.dispatch import Op, differentiable, refuse_second_derivative
 from pyfast.ops.vocabulary import VocabularyGradients, VocabularyProblem
 
 REDUCTIONS = ("sum", "none", "mean")
@@ -45,6 +45,7 @@ def linear_cross_entropy(
 
     Args:
         h: [..., H] float32, bfloat16, float16 or float64, any strides; the same on every rank of `group`.
+            Under torch.autocast h and w are cast to its dtype first, as torch casts a product; the loss is float32.
         w: [V_local, H], h's dtype: this rank's rows of the vocabulary, in rank order.
         target: [...] int64, ids in the whole vocabulary, or `ignore_index`; the same on every rank.
         group: the ranks over which the vocabulary is cut; None: w is all of it.
@@ -64,7 +65,9 @@ def linear_cross_entropy(
         TypeError, ValueError: naming the argument that does not fit, before anything is computed or sent; for a target
             outside the vocabulary with its value.
     """
-    _check(h, w, target, softcap, z_loss, reduction)
+    h, w = autocast(h, w)
+    _check(h, w, target, ignore_index, reduction)
+    softcap, z_loss = check_number("softcap", softcap, least=0), check_number("z_loss", z_loss, least=0)
     group_name = _group_name(group)
     if reduction == "none":
         losses, _ = _token_losses(h, w, target, ignore_index, softcap, z_loss, vocab, group_name, name)
@@ -77,7 +80,7 @@ def linear_cross_entropy(
     return loss if reduction == "sum" else loss / (target != ignore_index).sum().clamp(min=1)
 
 
-def _check(h: Tensor, w: Tensor, target: Tensor, softcap: float, z_loss: float, reduction: str) -> None:
+def _check(h: Tensor, w: Tensor, target: Tensor, ignore_index: int, reduction: str) -> None:
     check_float("h", h)
     check_same("w", w, "h", h)
     if h.dim() < 1 or w.dim() != 2 or w.shape[1] != h.shape[-1]:
@@ -95,10 +98,8 @@ def _check(h: Tensor, w: Tensor, target: Tensor, softcap: float, z_loss: float, 
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; allowed are {', '.join(REDUCTIONS)}")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap is {softcap}; it must be a positive number, or 0 for none")
-    if not 0 <= z_loss < float("inf"):
-        raise ValueError(f"z_loss is {z_loss}; it must be a positive number, or 0 for none")
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index is {ignore_index!r}; an integer is needed")
 
 
 def _group_name(group: Group | dist.ProcessGroup | None) -> str:
@@ -156,6 +157,7 @@ def _sum_setup(ctx, inputs, output) -> None:
 
 
 def _sum_gradients(ctx, grad: Tensor, _dh, _dw):
+    refuse_second_derivative("linear_cross_entropy")
     dh, dw = ctx.saved_tensors
     need_dh, need_dw = ctx.needs_input_grad[:2]
     grad_h = grad_w = None

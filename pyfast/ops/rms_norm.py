@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pyfast import kernels
 from pyfast.kernels.dtypes import sum_dtype
-from pyfast.ops.checks import check_float, check_same
+from pyfast.ops.checks import check_float, check_number, check_same
 from pyfast.ops.dispatch import Op, differentiable
 
 
@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     Args:
         x: [..., H] float32, bfloat16, float16 or float64, any strides; sums are float32 (float64 for float64).
         weight: [H], x's dtype.
-        eps: added to the mean square.
+        eps: added to the mean square, not negative.
 
     Returns:
         A contiguous tensor of x's shape and dtype, rounded once.
@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; it must be ({x.shape[-1] if x.dim() else 'H'},), x's width"
         )
-    return _rms_norm(x, weight, float(eps))[0]
+    return _rms_norm(x, weight, check_number("eps", eps, least=0))[0]
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _forward_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1]
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     return x.new_empty(x.shape), x.new_empty(rows, dtype=sum_dtype(x.dtype))
 
 

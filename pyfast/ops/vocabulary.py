@@ -37,7 +37,7 @@ class VocabularyProblem:
         cls, h: Tensor, w: Tensor, target: Tensor, ignore_index: int, softcap: float, z_loss: float, vocab: int | None,
         group_name: str, name: str,
     ) -> VocabularyProblem:  # fmt: skip
-        h, target = h.reshape(-1, h.shape[-1]), target.reshape(-1)
+        h, target = h.reshape(target.numel(), h.shape[-1]), target.reshape(-1)
         valid = target != ignore_index
         rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
         target = (target if rows is None else target[rows]).contiguous()

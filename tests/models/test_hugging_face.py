@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from pyfast.models import Transformer, TransformerConfig, from_hugging_face, save_hugging_face, to_hugging_face
 from pyfast.models.hugging_face import hugging_face_names
@@ -269,3 +270,82 @@ def test_a_directory_without_files_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(source))
     with pytest.raises(ValueError, match="safetensors"):
         from_hugging_face(tmp_path)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = Transformer(TransformerConfig(layers=1, width=16, heads=2, vocab=11, max_positions=8))
+    save_hugging_face(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/elsewhere.safetensors", 3])
+def test_an_index_reads_only_its_own_directory(saved, file):
+    (saved / "model.safetensors").rename(saved.parent / "elsewhere.safetensors")
+    index = {"weight_map": {"model.embed_tokens.weight": file}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="only files in its own directory"):
+        from_hugging_face(saved)
+
+
+def test_an_index_that_promises_too_much_is_named(saved):
+    names = list(to_hugging_face(from_hugging_face(saved))) + ["model.nothing"]
+    (saved / "model.safetensors").rename(saved / "a.safetensors")
+    index = saved / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    with pytest.raises(ValueError, match=r"left over \['model.nothing'\]"):
+        from_hugging_face(saved)
+    files = dict.fromkeys(names[:-1], "a.safetensors") | {names[0]: "c.safetensors"}
+    index.write_text(json.dumps({"weight_map": files}))
+    save_file({"other": torch.zeros(1)}, saved / "c.safetensors")
+    with pytest.raises(ValueError, match=f"does not hold the tensor {names[0]}"):
+        from_hugging_face(saved)
+    (saved / "b.safetensors").write_bytes((saved / "a.safetensors").read_bytes()[:-8])
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names[:-1], "b.safetensors")}))
+    with pytest.raises(ValueError, match="b.safetensors is no whole safetensors file"):
+        from_hugging_face(saved)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_a_config_that_is_no_json_object_is_named(saved, text):
+    (saved / "config.json").write_text(text, encoding="latin1")
+    with pytest.raises(ValueError, match="config.json (is not JSON|holds a list)"):
+        from_hugging_face(saved)
+
+
+def test_home_is_expanded(saved, monkeypatch):
+    monkeypatch.setenv("HOME", str(saved.parent))
+    model = from_hugging_face("~/model")
+    save_hugging_face(model, "~/copy")
+    assert (saved.parent / "copy" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+
+
+def test_weights_that_are_no_floats_are_refused(saved):
+    with pytest.raises(ValueError, match="would be torch.int32"):
+        from_hugging_face(saved, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2"])
+def test_a_window_left_out_is_what_transformers_takes(family):
+    config = getattr(transformers, f"{family}Config")(**SIZES, use_sliding_window=True, max_window_layers=0).to_dict()
+    config.pop("layer_types", None)
+    del config["sliding_window"]
+    if family == "Mistral":
+        config.pop("use_sliding_window", None), config.pop("max_window_layers", None)
+    theirs = getattr(transformers, f"{family}Config")(**{k: v for k, v in config.items() if k != "model_type"})
+    assert config_from_hugging_face(config).window == theirs.sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 9.0}}, "contradict"),
+        ({"rope_scaling": "linear", "rope_parameters": None}, "rope_scaling='linear' must be a mapping"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"hidden_size": "32"}, "hidden_size='32'"),
+        ({"rope_theta": "big"}, "rope_theta='big'"),
+    ],
+)
+def test_wrong_values_are_named(change, named):
+    with pytest.raises(ValueError, match=named):
+        config_from_hugging_face(transformers.LlamaConfig(**SIZES).to_dict() | change)

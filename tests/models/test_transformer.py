@@ -289,3 +289,26 @@ def test_documents_of_a_packed_run_longer_than_max_positions_work():
     ids = tokens(12)
     packed = model(ids, cu_seqlens=torch.tensor([0, 8, 12], dtype=torch.int32))
     torch.testing.assert_close(packed[8:], model(ids[8:]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "error", "words"),
+    [
+        ([1, 2], {}, TypeError, "ids are list"),
+        (torch.zeros(4), {}, TypeError, "ids are torch.float32"),
+        (torch.zeros(4).long(), {"cu_seqlens": [0, 4]}, TypeError, "cu_seqlens is list"),
+        (torch.zeros(4).long(), {"cu_seqlens": torch.tensor([0, 4])}, TypeError, "cu_seqlens is torch.int64"),
+        (torch.zeros(4).long(), {"cu_seqlens": torch.zeros(0).int()}, ValueError, "cu_seqlens has shape"),
+        (torch.zeros(4).long(), {"cu_seqlens": torch.zeros(1, 2).int()}, ValueError, "cu_seqlens has shape"),
+    ],
+)
+def test_inputs_of_other_kinds_are_named(ids, options, error, words):
+    model = Transformer(TransformerConfig(layers=1, width=16, heads=2, vocab=11, max_positions=3))
+    with pytest.raises(error, match=words):
+        model(ids, **options)
+
+
+def test_a_tiny_temperature_is_the_likeliest_token():
+    model = Transformer(TransformerConfig(layers=1, width=16, heads=2, vocab=11, max_positions=8))
+    ids = torch.tensor([1, 2, 3])
+    assert torch.equal(generate(model, ids, 4, temperature=1e-320), generate(model, ids, 4, temperature=0))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,3 +167,29 @@ def test_every_parameter_has_a_layout():
 def test_wrong_sizes_are_named(make, named):
     with pytest.raises(ValueError, match=named):
         make()
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: copy.deepcopy(model).to("meta").to_empty(device="cpu"),
+        lambda model: _assigned(copy.deepcopy(model).to("meta"), model),
+        lambda model: copy.deepcopy(model).bfloat16(),
+    ],
+    ids=["deepcopy", "pickle", "to_empty", "assign", "bfloat16"],
+)
+def test_new_parameters_keep_their_layout(replace):
+    model = torch.nn.Sequential(
+        VocabParallelEmbedding(9, 8), RMSNorm(8, partial=("tp",)), Attention(8, 2, 1, 4, qk_norm=True, bias=True)
+    )
+    expected = {name: get_layout(parameter) for name, parameter in model.named_parameters()}
+    replaced = dict(replace(model).named_parameters())
+    assert all(has_layout(parameter) for parameter in replaced.values())
+    assert {name: get_layout(parameter) for name, parameter in replaced.items()} == expected
+
+
+def _assigned(model, source):
+    model.load_state_dict({name: tensor.clone() for name, tensor in source.state_dict().items()}, assign=True)
+    return model

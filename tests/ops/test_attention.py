@@ -228,6 +228,13 @@ def test_a_window_wider_than_the_sequence_is_plain_causal_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(plain_causal, windowed, strict=True))
 
 
+def test_a_window_of_any_integer_is_unbounded_not_overflown():
+    tensors = inputs(1, 30, 30, 2, 1, 8, 8)
+    for size in (2**62, 2**63 - 1, 2**63, 2**80):
+        windowed = run(ours, tensors, window=(size, size))
+        assert all(torch.equal(a, b) for a, b in zip(run(ours, tensors), windowed, strict=True))
+
+
 def test_softcap_of_huge_scores_is_finite():
     q, k, v = inputs(1, 70, 70, 2, 2, 32, 32)
     out = ops.attention(q * 1000, k, v, softcap=20.0, causal=True)
@@ -541,6 +548,9 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         ((Q, K, K), {"window": (-2, 0)}, ValueError, "window"),
         ((Q, K, K), {"softcap": -1.0}, ValueError, "softcap"),
         ((Q, K, K), {"scale": math.nan}, ValueError, "scale"),
+        ((Q, K, K), {"scale": "small"}, TypeError, "scale"),
+        ((Q, K, K), {"softcap": None}, TypeError, "softcap"),
+        ((Q.to_sparse(), K, K), {}, TypeError, "q has layout"),
         ((Q, K, K), {"sinks": torch.zeros(3)}, ValueError, "sinks"),
         ((Q.int(), K, K), {}, TypeError, "q has dtype"),
     ],

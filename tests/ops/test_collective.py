@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyfast.comm import Group, record
+from pyfast.nn.linear import column_parallel_linear
 from pyfast.ops.collective import copy_to_group, gather_from_group, reduce_from_group
 from pyfast.parallel import ParallelConfig, ParallelMesh
 
@@ -94,3 +95,24 @@ def test_gather_refuses_wrong_sizes():
         gather_from_group(torch.zeros(3), Group.single(), 0, "x", sizes=[4])
     with pytest.raises(ValueError, match="dim: is 1"):
         gather_from_group(torch.zeros(3), Group.single(), 1, "x")
+
+
+def second_derivative(rank, world_size, which):
+    group = tp_group(rank, world_size)
+    x = torch.randn(4, requires_grad=True)
+    call = {
+        "copy": lambda: copy_to_group(x, group, "x"),
+        "reduce": lambda: reduce_from_group(x, group, "x"),
+        "gather": lambda: gather_from_group(x, group, 0, "x"),
+        "column": lambda: column_parallel_linear(x, torch.randn(3, 4), None, group, "x"),
+    }[which]
+    try:
+        torch.autograd.grad(call().square().sum(), x, create_graph=True)
+    except NotImplementedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("which", ["copy", "reduce", "gather", "column"])
+def test_second_derivatives_across_ranks_are_refused_not_lost(ranks, which):
+    for message in ranks.run(second_derivative, 2, which):
+        assert message and "second derivatives of" in message and "not supported yet" in message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -229,6 +231,11 @@ def test_plain_form_agrees(reduction, options, monkeypatch, small_chunks):
         assert relative_error(a, b) < 1e-5
 
 
+def test_no_width_is_a_uniform_vocabulary():
+    loss = ops.linear_cross_entropy(torch.ones(2, 0), torch.ones(5, 0), torch.tensor([0, 4]))
+    assert abs(loss.item() - 2 * math.log(5)) < 1e-6
+
+
 @pytest.mark.parametrize("bad, where", [(50, 3), (-1, 0), (-100, 2), (10**12, 5)])
 def test_targets_outside_the_vocabulary_are_named(bad, where):
     h, w, target = problem((6,), 8, 50, ignored=0.0)
@@ -246,6 +253,8 @@ def test_targets_outside_the_vocabulary_are_named(bad, where):
         ({"target": torch.zeros(3)}, TypeError, "target is torch.float32"),
         ({"target": torch.zeros(2, dtype=torch.int64)}, ValueError, "target has shape"),
         ({"reduction": "average"}, ValueError, "reduction is 'average'"),
+        ({"softcap": "big"}, TypeError, "softcap is 'big'"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index is 1.5"),
         ({"softcap": -1.0}, ValueError, "softcap is -1"),
         ({"z_loss": float("nan")}, ValueError, "z_loss is nan"),
         ({"vocab": 10}, ValueError, "vocab is 10"),

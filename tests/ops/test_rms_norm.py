@@ -76,6 +76,18 @@ def test_empty():
     assert x.grad.shape == (0, 8) and torch.equal(weight.grad, torch.zeros(8))
 
 
+def test_no_width_at_all():
+    for device in ("cpu", "meta"):
+        y = ops.rms_norm(torch.empty(3, 0, device=device), torch.empty(0, device=device))
+        assert y.shape == (3, 0)
+
+
+@pytest.mark.parametrize(("eps", "error"), [(-1e-6, ValueError), (float("nan"), ValueError), ("small", TypeError)])
+def test_bad_eps_is_named(eps, error):
+    with pytest.raises(error, match="eps is"):
+        ops.rms_norm(torch.ones(3, 4), torch.ones(4), eps=eps)
+
+
 def test_opcheck_and_fullgraph_compile():
     x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
     torch.library.opcheck(torch.ops.pyfast.rms_norm.default, (x, weight, 1e-6))

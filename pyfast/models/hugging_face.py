@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ def from_hugging_face(
             raise ValueError(
                 f"{directory} holds no config.json; give a directory that transformers' save_pretrained wrote"
             )
-        config = config_from_hugging_face(json.loads(config_file.read_text()))
+        config = config_from_hugging_face(_read_json(config_file))
         tensors = SafetensorsDirectory(directory)
     config = replace(config, residual_dtype=residual_dtype)
     first = hugging_face_names("embedding.weight")[0]
@@ -119,16 +119,26 @@ def _write(directory: Path, config: dict, state: dict[str, Tensor]) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path} is damaged or not JSON: {error}") from error
+
+
 class SafetensorsDirectory(Mapping[str, Tensor]):
     """Tensors by name from model.safetensors or from the files its index lists; each is read when asked for."""
 
     def __init__(self, directory: Path) -> None:
         index, path = directory / _INDEX, directory / "model.safetensors"
         if path.is_file():  # first, as in transformers, should both be there
-            with safe_open(path, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), path)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._files = dict.fromkeys(file.keys(), path)
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged or not safetensors: {error}") from error
         elif index.is_file():
-            self._files = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            self._files = {name: directory / file for name, file in _read_json(index)["weight_map"].items()}
         else:
             raise ValueError(
                 f"{directory} holds neither model.safetensors nor {_INDEX}; convert the weights to safetensors"

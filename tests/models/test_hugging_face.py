@@ -269,3 +269,11 @@ def test_a_directory_without_files_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(source))
     with pytest.raises(ValueError, match="safetensors"):
         from_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hugging_face(TransformerConfig(2, 16, 2, 2, vocab=11))))
+    (tmp_path / name).write_bytes(b"\0{")
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        from_hugging_face(tmp_path)

@@ -3,6 +3,9 @@
 // Tensors arrive as addresses (tensor.data_ptr()), sizes and strides: no torch header, so one build serves every torch.
 // All checks are made in Python (pyfast/kernels/cpu.py); the GIL is released around each kernel.
 #include <dlfcn.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -21,6 +24,13 @@ namespace {
 
 pyfast::Runtime g_runtime{};
 
+#if defined(__x86_64__)
+bool has_f16c() {  // not a name that every Clang's __builtin_cpu_supports knows
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 // Best first.
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
@@ -29,7 +39,7 @@ std::vector<std::string> supported_isas() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     names.push_back("avx512");
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
     names.push_back("avx2");
 #endif
   names.push_back("baseline");

@@ -123,13 +123,6 @@ def _write(directory: Path, config: dict, state: dict[str, Tensor]) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{path} is damaged or not JSON: {error}") from error
-
-
 class SafetensorsDirectory(Mapping[str, Tensor]):
     """Tensors by name from model.safetensors or from the files its index lists; each is read when asked for."""
 

@@ -30,6 +30,24 @@ PF_INLINE vec_t<C> square_root(vec_t<C> x) {
 #endif
 }
 
+// a * b + c, rounded once where the machine has an fma. Written out where c is a product too: of two products compilers
+// fuse either one, and a choice that differs between the instances of update() would be a difference in the bits.
+template <class C>
+PF_INLINE vec_t<C> multiply_add(vec_t<C> a, vec_t<C> b, vec_t<C> c) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<C, float>) return vec_t<C>(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+  else return vec_t<C>(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c)));
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<C, float>) return vec_t<C>(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+  else return vec_t<C>(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c)));
+#elif defined(__ARM_FEATURE_FMA)
+  for (int i = 0; i < Vec<C>::size; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
 // P: storage of the parameter, G: of the gradient. `master` holds the weights in C, or is null: then param does.
 template <class P, class G>
 struct Arrays {
@@ -51,8 +69,8 @@ __attribute__((noinline)) void update(const Arrays<P, G>& a, int64_t size, const
   const C grad_scale = s.grad_scale;
   for (int64_t i = 0; i < size; i += L) {
     const vec_t<C> g = load(a.grad + i) * grad_scale;
-    const vec_t<C> m = load(a.exp_avg + i) * beta1 + g * rest1;
-    const vec_t<C> v = load(a.exp_avg_sq + i) * beta2 + g * (g * rest2);
+    const vec_t<C> m = multiply_add<C>(load(a.exp_avg + i), broadcast<C>(beta1), g * rest1);
+    const vec_t<C> v = multiply_add<C>(load(a.exp_avg_sq + i), broadcast<C>(beta2), g * (g * rest2));
     vec_t<C> w;
     if constexpr (kMaster)
       w = load(a.master + i);

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyfast.models import TransformerConfig
 
 ABOUT = """Convert a model. SOURCE is a checkpoint (a directory step-NNNNNNNN, or a directory of them: the newest), then
 DESTINATION becomes a directory that transformers' from_pretrained loads; or SOURCE is such a directory (config.json and
@@ -30,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(source: Path, destination: Path) -> str:
-    """Convert in the direction that `source` asks for; returns a line that says what was written.
+    """Convert in the direction that `source` asks for; returns what was written, and what to do next with it.
 
     Raises ValueError when `source` is neither a checkpoint nor a Hugging Face directory, FileExistsError when
     `destination` is there and not empty: nothing is written over.
@@ -64,7 +69,35 @@ def _to_hugging_face(source: Path, destination: Path) -> str:
     model = Transformer(TransformerConfig(**recorded["transformer"]), dtype=dtype, seed=None)
     load(path, CheckpointState(dict(model.named_parameters())), ParallelMesh.single())
     save_hugging_face(model, destination)
-    return f"{path} (step {metadata.step}) -> {destination}: config.json and model.safetensors, {dtype} as trained"
+    written = ["config.json", "model.safetensors", *_copy_tokenizer(recorded, destination)]
+    return (
+        f"{path} (step {metadata.step}) -> {destination}: {', '.join(written)}, {dtype} as trained\n"
+        + _how_to_load(destination, byte_tokenizer="tokenizer.json" not in written)
+    )
+
+
+def _copy_tokenizer(recorded: dict[str, Any], destination: Path) -> list[str]:
+    """Put the run's tokenizer files beside the weights; the byte tokenizer has none."""
+    tokenizer = Path(recorded.get("data", {}).get("tokenizer", "byte"))
+    directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+    found = [name for name in names if tokenizer.name != "byte" and (directory / name).is_file()]
+    for name in found:
+        shutil.copyfile(directory / name, destination / name)
+    return found
+
+
+def _how_to_load(destination: Path, *, byte_tokenizer: bool) -> str:
+    lines = ["Next, in Python:", "  from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    lines.append(f'  model = AutoModelForCausalLM.from_pretrained("{destination}")')
+    if byte_tokenizer:
+        lines[1] = "  import torch; from transformers import AutoModelForCausalLM"
+        lines.append('  ids = torch.tensor([list("import ".encode())])  # ids are bytes; 256 ends a document')
+        lines.append("  out = model.generate(ids, max_new_tokens=100, do_sample=True, eos_token_id=256)[0].tolist()")
+        lines.append('  print(bytes(i for i in out if i < 256).decode(errors="replace"))')
+    else:
+        lines.append(f'  tokenizer = AutoTokenizer.from_pretrained("{destination}")')
+    return "\n".join(lines)
 
 
 def _to_checkpoint(source: Path, destination: Path) -> str:
@@ -76,6 +109,23 @@ def _to_checkpoint(source: Path, destination: Path) -> str:
     config = {"transformer": dataclasses.asdict(model.config)}
     state = CheckpointState(dict(model.named_parameters()), None, {"optimizer_steps": 0})
     path = save(destination, 0, state, ParallelMesh.single(), config=config)
+    _write_model_keys(model.config, destination / "model.yaml")
+    tokenizer = f" --data.tokenizer {source}/tokenizer.json" if (source / "tokenizer.json").is_file() else ""
     return (
-        f"{source} -> {path}: train on from it with --checkpoint.resume {destination} and the model keys of its config"
+        f"{source} -> {path}, and {destination}/model.yaml with the model's keys\n"
+        f"Next:\n  pyfast train --config {destination}/model.yaml --checkpoint.resume {destination}{tokenizer} "
+        "--data.paths TEXT --log.directory my-run"
     )
+
+
+def _write_model_keys(config: TransformerConfig, path: Path) -> None:
+    """The `model` section that describes `config`, for `pyfast train --config`."""
+    import yaml
+
+    from pyfast.train.config import ModelConfig
+
+    names = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in names}
+    if values["rope_scaling"] is not None:  # only the keys of its kind
+        values["rope_scaling"] = {name: value for name, value in values["rope_scaling"].items() if value is not None}
+    path.write_text(yaml.safe_dump({"model": values}, sort_keys=False))

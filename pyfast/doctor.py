@@ -98,12 +98,12 @@ def _machine() -> list[Finding]:
 
 def _kernels() -> Finding:
     try:
-        from pyfast import _C
+        from pyfast.kernels.extension import _C
 
         importlib.import_module("pyfast.kernels.cpu")
         return Finding("CPU kernels", GOOD, f"{_C.isa()} (this processor has {', '.join(_C.supported_isas())})")
     except (ImportError, OSError) as error:
-        return Finding("CPU kernels", BAD, f"{error}: build again with `pip install .` (needs a C++17 compiler)")
+        return Finding("CPU kernels", BAD, str(error))
 
 
 def _backends() -> list[Finding]:

@@ -12,10 +12,10 @@ import os
 import torch
 from torch import Tensor
 
-from pyfast import _C
 from pyfast.kernels.cpu_attention import attention_backward, attention_forward  # noqa: F401
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.errors import position_error
+from pyfast.kernels.extension import _C
 
 
 def _library(isa: str) -> str | None:

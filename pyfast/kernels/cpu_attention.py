@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyfast import _C
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
+from pyfast.kernels.extension import _C
 
 
 def attention_forward(

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from pyfast.cli import COMMANDS, main
+from pyfast.train.arguments import parse
+from pyfast.train.model import transformer_config
+from pyfast.train.tokenizer import ByteTokenizer
 
 SMALL = [
     "--model.layers",
@@ -164,8 +167,11 @@ def test_a_checkpoint_becomes_a_hugging_face_model_and_back(capsys, tmp_path, te
     ids = torch.tensor([list(b"the quick brown")])
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "again")]) == 0
     capsys.readouterr()
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "again")]) == 0
+    assert f"--config {tmp_path}/again/model.yaml --checkpoint.resume {tmp_path}/again" in capsys.readouterr().out
+    config = parse(["--config", str(tmp_path / "again" / "model.yaml"), "--train.sequence_length", "16"])
+    assert transformer_config(config, ByteTokenizer()) == ours.config
     before = (tmp_path / "model" / "config.json").read_text()
     assert "exists already" in error_of(capsys, "convert", str(checkpoint), str(tmp_path / "model"))
     assert (tmp_path / "model" / "config.json").read_text() == before

@@ -23,8 +23,9 @@ class Attention(nn.Module):
     """Causal self-attention: x [B, S, H], or packed [T, H] with cu_seqlens -> like x.
 
     Arguments:
-        width: H. heads, kv_heads: Nq, Nk (Ainslie et al., 2023); query head n reads kv head n // (Nq // Nk).
-        head_size: D, independent of the width.
+        width: H. heads, kv_heads: Nq, Nk (Ainslie et al., 2023); query head n reads kv head n // (Nq // Nk). kv_heads is
+            heads by default.
+        head_size: D, independent of the width; width / heads by default.
         qk_norm: RMSNorm over D on queries and keys before the rotation, as in Qwen3.
         window: keys each query sees, its own among them; None: all earlier ones.
         bias, output_bias: of the fused projection, and of the output projection.
@@ -37,8 +38,8 @@ class Attention(nn.Module):
         self,
         width: int,
         heads: int,
-        kv_heads: int,
-        head_size: int,
+        kv_heads: int | None = None,
+        head_size: int | None = None,
         *,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
@@ -54,6 +55,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         group = active_group(group)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if head_size is None:
+            if heads < 1 or width % heads:
+                raise ValueError(f"heads={heads} does not divide width={width}; give head_size")
+            head_size = width // heads
         check_divisible(group, heads=heads, kv_heads=kv_heads)
         if heads % kv_heads:
             raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 from pyfast.parallel.config import ParallelConfig
 from pyfast.train.errors import ConfigError, NotSupportedYet, yaml_word
 
+LARGEST_DEFAULT_MICRO_BATCH = 8
 LARGEST_INTEGER = 2**63 - 1  # what a tensor, a file and a generator's seed can hold
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -134,7 +135,12 @@ class RunConfig(_Section):
     section: ClassVar[str] = "train"
     steps: int = key(400, "optimizer steps of the whole run", least=1)
     sequence_length: int = key(256, "tokens of one sequence", least=1)
-    micro_batch: int = key(8, "sequences of one forward and backward on one rank", least=1)
+    micro_batch: int | None = key(
+        None,
+        "sequences of one forward and backward on one rank; null = the largest divisor, at most 8, of a rank's share "
+        "of global_batch",
+        least=1,
+    )
     global_batch: int = key(8, "sequences of one step, over all ranks and micro-batches", least=1)
     dtype: Dtype = key(
         "float32", "number format of the parameters; bfloat16 keeps a float32 master copy", later_values=("float16",)
@@ -362,7 +368,7 @@ def with_default_layout(config: TrainConfig) -> TrainConfig:
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Check a run against the number of ranks it has, and fill what follows from it (`parallel.data`).
+    """Check a run against the number of ranks it has, and fill what follows from it: `parallel.data`, `train.micro_batch`.
 
     Raises `ConfigError` where keys contradict one another or the number of ranks.
     """
@@ -376,9 +382,11 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
         raise ConfigError("number of ranks", world_size, allowed, hint="Change parallel.* or train.processes.")
     parallel = config.parallel.resolve(world_size)
     _check_tensor_parallel(config.model, parallel.tensor)
-    _check_batches(config, parallel.data)
+    micro_batch = _micro_batch(config.train, parallel.data)
     _check_optimizer(config)
-    return dataclasses.replace(config, parallel=parallel)
+    return dataclasses.replace(
+        config, parallel=parallel, train=dataclasses.replace(config.train, micro_batch=micro_batch)
+    )
 
 
 def _check_tensor_parallel(model: ModelConfig, tensor: int) -> None:
@@ -392,14 +400,31 @@ def _check_tensor_parallel(model: ModelConfig, tensor: int) -> None:
             )
 
 
-def _check_batches(config: TrainConfig, data: int) -> None:
-    run = config.train
-    if run.global_batch % (run.micro_batch * data):
+def _micro_batch(run: RunConfig, data: int) -> int:
+    """The micro-batch of a run: as given, or the largest default that divides each data-parallel rank's share."""
+    if run.global_batch % data:
+        unit = (run.micro_batch or 1) * data
+        raise ConfigError(
+            "train.global_batch",
+            run.global_batch,
+            f"must be a multiple of the data-parallel ranks = {data}",
+            hint=f"Give --train.global_batch {-(-run.global_batch // unit) * unit}.",
+        )
+    share = run.global_batch // data
+    fitting = _largest_divisor(share, run.micro_batch or LARGEST_DEFAULT_MICRO_BATCH)
+    if run.micro_batch not in (None, fitting):
         raise ConfigError(
             "train.global_batch",
             run.global_batch,
             f"must be a multiple of train.micro_batch x data-parallel ranks = {run.micro_batch} x {data}",
+            hint=f"Give --train.micro_batch {fitting}.",
         )
+    return fitting
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 def _check_optimizer(config: TrainConfig) -> None:

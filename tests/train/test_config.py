@@ -135,7 +135,18 @@ def test_help_has_one_entry_a_key_with_default_and_limits(capsys):
         (["--optimizer.momentum", "0.9"], ["optimizer.momentum", "not used", "adamw"]),
         (["--optimizer.name", "sgd", "--optimizer.beta1", "0.8"], ["optimizer.beta1", "not used", "sgd"]),
         (["--optimizer.lr_scaling", "linear"], ["optimizer.reference_batch", "must be given"]),
-        (["--train.global_batch", "6", "--train.micro_batch", "4"], ["train.global_batch", "= 6", "multiple of"]),
+        (
+            ["--train.global_batch", "6", "--train.micro_batch", "4"],
+            ["train.global_batch = 6", "multiple of", "4 x 1", "Give --train.micro_batch 3."],
+        ),
+        (
+            ["--train.processes", "3"],
+            ["train.global_batch = 8", "data-parallel ranks = 3", "Give --train.global_batch 9."],
+        ),
+        (
+            ["--train.processes", "3", "--train.micro_batch", "2"],
+            ["train.global_batch = 8", "data-parallel ranks = 3", "Give --train.global_batch 12."],
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_one_paragraph_that_names_it(arguments, parts):
@@ -235,6 +246,17 @@ def test_ranks_that_are_left_become_data_parallel():
     assert resolve(config, 8).parallel == ParallelConfig(tensor=2, data=4)
     assert resolve(parse(["--train.micro_batch", "1"]), 8).parallel == ParallelConfig(tensor=1, data=8)
     assert parse(["--train.processes", "4"]).processes == 4
+
+
+@pytest.mark.parametrize(
+    "batch, ranks, expected",
+    [(8, 1, 8), (8, 2, 4), (8, 8, 1), (12, 1, 6), (26, 1, 2), (13, 1, 1), (96, 2, 8), (7, 1, 7), (10**12 + 39, 1, 1)],
+)
+def test_the_micro_batch_that_is_not_given_divides_each_rank_s_share(batch, ranks, expected):
+    config = parse(["--train.global_batch", str(batch), "--parallel.tensor", "1", "--parallel.data", str(ranks)])
+    resolved = resolve(config, ranks)
+    assert config.train.micro_batch is None and resolved.train.micro_batch == expected
+    assert resolve(resolved, ranks) == resolved
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,16 @@ def test_a_named_checkpoint_starts_another_run(tmp_path, text):
         Trainer(config).fit()
 
 
+@pytest.mark.parametrize("given", [None, 1])
+def test_the_micro_batch_is_recorded_as_it_was_and_may_change(tmp_path, text, given):
+    from pyfast.parallel import read_metadata
+
+    first = Trainer(config_for(tmp_path, text, train={"micro_batch": None})).fit()
+    assert read_metadata(first.checkpoint).config["train"]["micro_batch"] == 4
+    more = Trainer(config_for(tmp_path, text, train={"micro_batch": given, "steps": 8})).fit()
+    assert (more.status, more.first.step) == (FINISHED, 7)
+
+
 @pytest.mark.parametrize(
     "sections, message",
     [

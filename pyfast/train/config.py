@@ -196,7 +196,7 @@ class LogConfig(_Section):
 
     section: ClassVar[str] = "log"
     directory: str = key("pyfast-run", "directory of metrics.jsonl and the checkpoints")
-    every: int = key(10, "steps between lines on a screen that is not a terminal", least=1)
+    every: int = key(10, "steps between lines on the screen", least=1)
     prometheus: int | str | None = key(None, "serve metrics for Prometheus", later=True)
     tensorboard: bool | str | None = key(None, "write TensorBoard events", later=True)
     timeline: bool | str | None = key(None, "write a timeline of each rank", later=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from pyfast.train.metrics import StepMetrics
+from pyfast.train.metrics import Recent, StepMetrics
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,14 @@ class EndInfo:
     next_commands: list[str]
 
 
+class _Times(ProgressColumn):
+    """`elapsed 0:12, left 1:30`."""
+
+    def render(self, task: Task) -> Text:
+        left = task.time_remaining
+        return Text(f"elapsed {clock(task.elapsed or 0.0)}, left {'-' if left is None else clock(left)}")
+
+
 class Display:
     """Draws on a rich console; all methods are cheap enough to be called every step."""
 
@@ -51,6 +59,7 @@ class Display:
         self._task = None
         self._start: StartInfo | None = None
         self._seconds = 0.0
+        self._recent = Recent()
 
     def start(self, info: StartInfo) -> None:
         """Draw the start panel and, on a terminal, the progress bar."""
@@ -60,35 +69,35 @@ class Display:
             self.console.print(notice, style="yellow", markup=False, soft_wrap=True)
         if self.console.is_terminal:
             self._progress = Progress(
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=24 if self.console.width >= 100 else 10),
                 MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("lr {task.fields[rate]}"),
+                TextColumn("mean loss {task.fields[loss]}"),
                 TextColumn("{task.fields[speed]} tokens/s"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(elapsed_when_finished=False),
+                _Times(),
                 console=self.console,
                 refresh_per_second=4,
                 speed_estimate_period=30,
             )
             self._task = self._progress.add_task(
-                "train", total=info.steps, completed=info.first_step - 1, loss="-", rate="-", speed="-"
+                "train", total=info.steps, completed=info.first_step - 1, loss="-", speed="-"
             )
             self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step: on the bar, or as a line every `log_every` steps."""
+        """Show a step: on the bar, and as a line every `log_every` steps.
+
+        The bar's loss and speed and the lines' speed are means over the last steps; a line's loss is its step's own.
+        """
         self._seconds += metrics.seconds
+        self._recent.add(metrics)
+        speed = f"{self._recent.tokens_per_second:,.0f}"
         if self._progress is not None:
             self._progress.update(
                 self._task,
                 completed=metrics.step,
-                loss=f"{metrics.loss:.4f}",
-                rate=f"{metrics.learning_rate:.2e}",
-                speed=f"{metrics.tokens_per_second:,.0f}",
+                loss=f"{self._recent.loss:.3f}",
+                speed=speed,
             )
-            return
         info = self._start
         if metrics.step in (info.first_step, info.steps) or metrics.step % info.log_every == 0:
             done = metrics.step - info.first_step + 1
@@ -96,7 +105,7 @@ class Display:
             self.console.print(
                 f"step {metrics.step:>{len(str(info.steps))}}/{info.steps}  loss {metrics.loss:.4f}  "
                 f"grad norm {metrics.grad_norm:.3g}  lr {metrics.learning_rate:.2e}  "
-                f"{metrics.tokens_per_second:,.0f} tokens/s  left {clock(left)}",
+                f"{speed} tokens/s  left {clock(left)}",
                 markup=False,
                 soft_wrap=True,
             )

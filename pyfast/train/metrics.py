@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import sys
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -25,6 +26,38 @@ class StepMetrics:
     tokens_per_second: float  # of this step, over all ranks
     seconds: float  # wall time of this step
     memory_bytes: int  # largest resident memory of the writing rank so far
+
+
+class Recent:
+    """Means over the last steps: a quarter of those taken so far, at most `LONGEST`. One batch alone says little."""
+
+    LONGEST = 50
+
+    def __init__(self) -> None:
+        self._taken = 0
+        self._steps: deque[StepMetrics] = deque()
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Take in the next step."""
+        self._taken += 1
+        self._steps.append(metrics)
+        while len(self._steps) > min(self.LONGEST, max(1, self._taken // 4)):
+            self._steps.popleft()
+
+    @property
+    def steps(self) -> int:
+        """How many steps the means are over; 0 before the first."""
+        return len(self._steps)
+
+    @property
+    def loss(self) -> float:
+        """Mean of the steps' losses."""
+        return sum(metrics.loss for metrics in self._steps) / len(self._steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the steps over their time."""
+        return sum(metrics.tokens for metrics in self._steps) / sum(metrics.seconds for metrics in self._steps)
 
 
 class MetricsWriter:

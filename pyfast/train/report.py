@@ -120,18 +120,21 @@ def _tensor_share(model: Any, ranks: int, rank: int) -> str:
 def end_info(trainer: Any, result: Any, sample: str | None, command: str) -> EndInfo:
     """The facts of the last table and the next commands."""
     config = trainer.config
-    rows = {"steps": f"{result.step} of {config.train.steps}"}
+    past = result.step > config.train.steps
+    rows = {"steps": str(result.step) if past else f"{result.step} of {config.train.steps}"}
     if result.last is not None:
         tokens = (result.last.step - result.first.step + 1) * result.last.tokens
+        count = result.recent.steps
+        when = f"over the last {count} steps" if count > 1 else f"at step {result.last.step}"
         rows["loss"] = (
-            f"{result.first.loss:.4f} at step {result.first.step}, {result.last.loss:.4f} at step "
-            f"{result.last.step} (nats per token)"
+            f"{result.first.loss:.4f} at step {result.first.step}, {result.recent.loss:.3f} {when} (nats per token)"
         )
         rows["speed"] = f"{tokens:,} tokens in {clock(result.seconds)}, {tokens / result.seconds:,.0f} tokens/s"
         rows["memory"] = f"{result.last.memory_bytes / 2**20:,.0f} MiB on rank 0, at most"
     rows["checkpoint"] = shown(result.checkpoint) if result.checkpoint else "none (checkpoint.directory = null)"
     rows["metrics"] = shown(Path(config.log.directory) / FILE_NAME)
-    titles = {"finished": "done", "stopped": "stopped before the end", "nothing to do": "this run is finished already"}
+    already = f"is at step {result.step}, past train.steps = {config.train.steps}" if past else "is finished already"
+    titles = {"finished": "done", "stopped": "stopped before the end", "nothing to do": f"this run {already}"}
     return EndInfo(titles[result.status], rows, sample, _next_commands(config, result, command))
 
 
@@ -142,7 +145,7 @@ def _next_commands(config: TrainConfig, result: Any, command: str) -> list[str]:
         return [f"{command}    # goes on from step {result.step}"]
     directory = config.log.directory.rstrip("/")
     commands = [
-        f"{with_option(command, '--train.steps', str(2 * config.train.steps))}    # train on",
+        f"{with_option(command, '--train.steps', str(2 * result.step))}    # train on",
         f"{with_option(command, '--log.directory', directory + '-2')}    # start anew beside it",
     ]
     if result.status == "finished" and result.checkpoint is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.data import load_dataset
 from pyfast.train.errors import NonFiniteLoss, as_training_error
 from pyfast.train.lock import RunLock
-from pyfast.train.metrics import MetricsWriter, StepMetrics, memory_bytes
+from pyfast.train.metrics import MetricsWriter, Recent, StepMetrics, memory_bytes
 from pyfast.train.model import transformer_config
 from pyfast.train.optimizer import make_optimizer, parameter_group
 from pyfast.train.resume import Start, checkpoint_errors, checkpoint_state, find_start, load_state, recorded_config
@@ -36,7 +36,9 @@ FINISHED, STOPPED, NOTHING_TO_DO = "finished", "stopped", "nothing to do"
 
 @dataclass(frozen=True)
 class FitResult:
-    """How `Trainer.fit` ended. `first` and `last`: metrics of its first and last step, None if it took none."""
+    """How `Trainer.fit` ended. `first`, `last`: metrics of its first and last step, None if it took none; `recent`: the
+    means over its last steps.
+    """
 
     status: str  # "finished", "stopped" (a signal) or "nothing to do" (the run was finished before)
     step: int  # steps done, those before a resume included
@@ -44,6 +46,7 @@ class FitResult:
     first: StepMetrics | None = None
     last: StepMetrics | None = None
     seconds: float = 0.0
+    recent: Recent = field(default_factory=Recent)
 
 
 class Trainer:
@@ -169,13 +172,14 @@ class Trainer:
 
     def _loop(self, writer: MetricsWriter | None) -> FitResult:
         config, began = self.config, time.perf_counter()
-        first = last = None
+        first, last, recent = None, None, Recent()
         while self.step < config.train.steps:
             metrics = self._train_step(self.step + 1)
             if metrics is None:
                 break
             self.step += 1
             first, last = first or metrics, metrics
+            recent.add(metrics)
             if writer is not None:
                 writer.write(metrics)
             if self.display is not None:
@@ -185,7 +189,7 @@ class Trainer:
                 self._save()
         self._save()
         status = FINISHED if self.step == config.train.steps else STOPPED
-        return FitResult(status, self.step, self.saved, first, last, time.perf_counter() - began)
+        return FitResult(status, self.step, self.saved, first, last, time.perf_counter() - began, recent)
 
     def _train_step(self, step: int) -> StepMetrics | None:
         """One optimizer step; None when some rank was asked to stop before it began."""

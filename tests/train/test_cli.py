@@ -136,6 +136,7 @@ def test_training_prints_what_it_does_and_where_it_lies(capsys, tmp_path, text):
         "weight decay 0.1",
         "step 1/3",
         "step 3/3",
+        " at step 1, ",
         "loss",
         "tokens/s",
         "metrics.jsonl",
@@ -149,6 +150,9 @@ def test_training_prints_what_it_does_and_where_it_lies(capsys, tmp_path, text):
     said = capsys.readouterr().out
     assert "finished already" in said and "--train.steps 6" in said and "--log.directory" in said
     assert "not supported" not in said
+    assert main(["train", *arguments, "--train.steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "this run is at step 3, past train.steps = 2" in said and "3 of 2" not in said and "--train.steps 6" in said
 
 
 def test_a_checkpoint_becomes_a_hugging_face_model_and_back(capsys, tmp_path, text):

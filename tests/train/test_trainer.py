@@ -98,6 +98,7 @@ def test_metrics_have_exactly_the_keys_of_the_design_and_the_loss_falls(tmp_path
     assert lines[3]["tokens_per_second"] == pytest.approx(128 / lines[3]["seconds"])
     assert lines[-1]["memory_bytes"] > 50 * 2**20
     assert (result.status, result.step, result.last.loss) == (FINISHED, 30, lines[-1]["loss"])
+    assert (result.recent.steps, result.recent.loss) == (7, pytest.approx(sum(x["loss"] for x in lines[-7:]) / 7))
     assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000030"
 
 

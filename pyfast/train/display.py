@@ -33,12 +33,20 @@ class StartInfo:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What the model wrote after a prompt; neither holds characters that a terminal obeys."""
+
+    prompt: str
+    written: str
+
+
+@dataclass(frozen=True)
 class EndInfo:
     """What is known after the last step."""
 
     title: str
     rows: dict[str, str]
-    sample: str | None
+    sample: Sample | str | None  # a text instead of a sample says why there is none
     next_commands: list[str]
 
 
@@ -127,10 +135,12 @@ class Display:
         for name, value in info.rows.items():
             table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
         self.console.print(Panel(table, title=info.title, title_align="left", expand=False))
-        if info.sample is not None:
-            self.console.print(
-                Panel(Text(info.sample), title="a sample of what it writes", title_align="left", expand=False)
-            )
+        if isinstance(info.sample, Sample):
+            text = Text.assemble((f"[{info.sample.prompt}]", "dim"), info.sample.written)
+            title = Text("a sample of what it writes after [the start of the data]")
+            self.console.print(Panel(text, title=title, title_align="left", expand=False))
+        elif info.sample is not None:
+            self.console.print(info.sample, markup=False, soft_wrap=True)
         if info.next_commands:
             self.console.print("Next:")
             for command in info.next_commands:

@@ -276,7 +276,7 @@ def _train(config: TrainConfig, command: str, rank: int, world_size: int, stop: 
     if result.status == FINISHED:
         from pyfast.train.report import sample_text
 
-        sample = sample_text(trainer)
+        sample = sample_text(trainer, result)
     if reporter is not None:
         reporter.end(trainer, result, sample)
         if reporter.broken is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import sys
@@ -14,12 +15,14 @@ import torch
 
 from pyfast.nn.layout import get_layout, split_bounds
 from pyfast.train.config import TrainConfig, effective_settings
-from pyfast.train.display import Display, EndInfo, StartInfo, clock
+from pyfast.train.display import Display, EndInfo, Sample, StartInfo, clock
 from pyfast.train.metrics import FILE_NAME, StepMetrics
 from pyfast.train.optimizer import describe_groups
 
 SAMPLE_TOKENS = 160
-SAMPLE_PROMPT = "def "
+SAMPLE_PROMPT = 16  # tokens
+NOISE = 0.6  # a mean loss above this part of ln(vocabulary), that of a random guess, writes no words yet
+BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
 RANKS_DRAWN = 16
 
 
@@ -43,7 +46,7 @@ class Reporter:
         """Take the progress bar down."""
         self._show(self.display.close)
 
-    def end(self, trainer: Any, result: Any, sample: str | None) -> None:
+    def end(self, trainer: Any, result: Any, sample: Sample | str | None) -> None:
         """Draw what was done and what to do next."""
         self._show(self.display.end, end_info(trainer, result, sample, self.command))
 
@@ -117,7 +120,7 @@ def _tensor_share(model: Any, ranks: int, rank: int) -> str:
     return ", ".join(words)
 
 
-def end_info(trainer: Any, result: Any, sample: str | None, command: str) -> EndInfo:
+def end_info(trainer: Any, result: Any, sample: Sample | str | None, command: str) -> EndInfo:
     """The facts of the last table and the next commands."""
     config = trainer.config
     past = result.step > config.train.steps
@@ -171,18 +174,57 @@ def with_option(command: str, option: str, value: str) -> str:
     return shlex.join([*kept, option, value])
 
 
-def sample_text(trainer: Any, tokens: int = SAMPLE_TOKENS) -> str:
-    """Text the model writes after a short prompt. A collective: all ranks call it and all get the same text."""
+def sample_text(trainer: Any, result: Any, tokens: int = SAMPLE_TOKENS) -> Sample | str:
+    """What the model writes after the first words of its data; or, while that would be noise, why there is none.
+
+    A collective: all ranks call it and all get the same text.
+    """
     from pyfast.models import generate
 
-    tokenizer = trainer.tokenizer
-    ids = torch.from_numpy(tokenizer.encode(SAMPLE_PROMPT).astype("int64")).unsqueeze(0)
-    room = trainer.model_config.max_positions - ids.shape[1]
-    if room < 1:
-        return ""
-    written = generate(trainer.model, ids, min(tokens, room), temperature=0.7, seed=trainer.config.train.seed)
-    kept = [token for token in written[0].tolist() if token < tokenizer.vocab_size]
-    text = tokenizer.decode(kept)
+    limit = NOISE * math.log(trainer.model_config.vocab)
+    # Rank 0 decides: rounding must not make one rank wait for another in the middle of a sample.
+    loss = trainer.mesh.group("world").all_gather_object(result.recent.loss, name="loss of the last steps")[0]
+    if loss > limit:
+        return f"too early for a sample: the mean loss is {loss:.2f}, and above {limit:.2f} what it writes is noise."
+    room = trainer.model_config.max_positions
+    prompt = first_tokens(trainer.dataset, trainer.tokenizer, min(SAMPLE_PROMPT, room // 2))
+    if not prompt:
+        return "no sample: the model can read only a token or two, so there is no room for one."
+    written = generate(
+        trainer.model,
+        torch.tensor([prompt]),
+        min(tokens, room - len(prompt)),
+        temperature=0.7,
+        seed=trainer.config.train.seed,
+    )[0].tolist()
+    kept = [token for token in written[len(prompt) :] if token < trainer.tokenizer.vocab_size]
+    before = trainer.tokenizer.decode(prompt)
+    whole = trainer.tokenizer.decode(prompt + kept)
+    # Decoded together, or a tokenizer that drops the first space of a text would join the two.
+    after = whole.removeprefix(before) if whole.startswith(before) else trainer.tokenizer.decode(kept)
+    return Sample(printable(before), printable(after))
+
+
+def first_tokens(dataset: Any, tokenizer: Any, count: int) -> list[int]:
+    """Up to `count` tokens of the first document that has any, not cut within a character."""
+    for source in dataset.sources:
+        for start, end in itertools.pairwise(source.offsets):
+            ids = [token for token in source.ids[start : min(end, start + count)].tolist() if token != tokenizer.end_token]
+            if ids:
+                return _whole_characters(ids, tokenizer)
+    return []
+
+
+def _whole_characters(ids: list[int], tokenizer: Any) -> list[int]:
+    """`ids` without the tokens of a last character that is incomplete; as they are when no more than that is left."""
+    for length in range(len(ids), max(len(ids) - BYTES_OF_A_CHARACTER, 0), -1):
+        if not tokenizer.decode(ids[:length]).endswith("\N{REPLACEMENT CHARACTER}"):
+            return ids[:length]
+    return ids
+
+
+def printable(text: str) -> str:
+    """`text` with a mark in place of each character that a terminal would obey rather than show."""
     return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{REPLACEMENT CHARACTER}" for mark in text)
 
 

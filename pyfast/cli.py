@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"pyfast {__version__}")
         return 0
+    if arguments[0] in LATER:
+        return _later(*arguments)
     command = COMMANDS.get(arguments[0])
     if command is None:
         return fail(
@@ -101,8 +103,13 @@ def convert(arguments: list[str]) -> int:
     return convert_main(arguments)
 
 
-def _later(name: str, what_to_do: str) -> Callable[[list[str]], int]:
-    return lambda arguments: fail(f"{name} is not supported yet. {what_to_do}", USAGE_ERROR)
+def _later(name: str, *arguments: str) -> int:
+    """A command that a later version brings: say so, as an error unless it was asked what it is."""
+    text, what_to_do = LATER[name]
+    if {"-h", "--help"} & set(arguments):
+        print(textwrap.fill(f"pyfast {name}: {text}. Not supported yet. {what_to_do}", 110, break_on_hyphens=False))
+        return 0
+    return fail(f"{name} is not supported yet. {what_to_do}", USAGE_ERROR)
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
@@ -110,27 +117,26 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "prepare": (prepare, "tokenize text into a file that training maps into memory"),
     "convert": (convert, "checkpoint to Hugging Face model and back"),
     "doctor": (doctor, "say what works on this machine, what is missing and what to do about it"),
+}
+LATER: dict[str, tuple[str, str]] = {
     "verify": (
-        _later("verify", "To compare layouts now, train twice with --optimizer.name sgd and compare metrics.jsonl."),
-        "check that a layout computes what one process computes (not supported yet)",
+        "check that a layout computes what one process computes",
+        "To compare layouts now, train twice with --optimizer.name sgd and compare metrics.jsonl.",
     ),
     "plan": (
-        _later("plan", "To try a layout now: pyfast train --train.steps 3."),
-        "search the layout for a model and a machine (not supported yet)",
+        "search the layout for a model and a machine",
+        "To try a layout now: pyfast train --train.steps 3.",
     ),
     "bench": (
-        _later(
-            "bench",
-            "The benchmarks are a pytest suite of the source tree: pip install '.[bench]', then "
-            "pytest bench, or python bench/train_step.py.",
-        ),
-        "run the benchmarks (not supported yet)",
+        "run the benchmarks",
+        "The benchmarks are a pytest suite of the source tree: pip install '.[bench]', then pytest bench, or python "
+        "bench/train_step.py.",
     ),
 }
 
 
 def _help() -> str:
-    width = max(len(name) for name in COMMANDS)
+    width = max(len(name) for name in [*COMMANDS, *LATER])
     lines = [
         "usage: pyfast COMMAND [arguments]",
         "",
@@ -139,6 +145,8 @@ def _help() -> str:
         "Commands:",
     ]
     lines += [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines += ["", "Not supported yet:"]
+    lines += [f"  {name:<{width}}  {text}" for name, (text, _) in LATER.items()]
     lines += [
         "",
         "pyfast COMMAND --help says more about one; pyfast --version prints the version.",

@@ -6,7 +6,10 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import itertools
+import os
 import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -131,7 +134,23 @@ def _readable(message: str) -> TrainingError:
     )
     if unknown:
         return UnknownKey(_unknown_key(unknown[1].strip("+"), list(keys)))
+    bare = re.search(r"unrecognized arguments: (\S.*)", message)
+    if bare:
+        return UnknownKey(_bare_words(bare[1].split()))
     return UnknownKey(" ".join(message.split()) + _HOW_TO)
+
+
+def _bare_words(words: list[str]) -> str:
+    """What to say of words that no key stands before: most likely a file, of text or of keys."""
+    paths = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
+    if os.path.exists(" ".join(paths)):  # the message does not tell a name with spaces from several words
+        paths = [" ".join(paths)]
+    file = paths[0]
+    text = f"{file}: no key stands before it"
+    if file.endswith((".yaml", ".yml")):
+        return f"{text}. If it is a file of keys: --config {shlex.quote(file)}."
+    value = paths[0] if len(paths) == 1 else f"[{', '.join(paths)}]"
+    return f"{text}. If it is text to train on: --data.paths {shlex.quote(value)}. See pyfast train --help."
 
 
 def _literal(text: str) -> Any:

@@ -129,7 +129,12 @@ def test_help_has_one_entry_a_key_with_default_and_limits(capsys):
         (["--model.layerz", "3"], ["model.layerz", "Did you mean model.layers?"]),
         (["--steps", "3"], ["steps", "Did you mean train.steps?"]),
         (["--modell.layers", "3"], ["modell.layers", "Did you mean model.layers?"]),
-        (["extra"], ["extra"]),
+        (["extra"], ["extra: no key stands before it", "--data.paths extra."]),
+        (["a.txt", "b.txt"], ["a.txt: no key", "--data.paths '[a.txt, b.txt]'."]),
+        (["it's.txt"], ["it's.txt: no key", "--data.paths"]),
+        (["run.yaml"], ["run.yaml: no key", "--config run.yaml."]),
+        (["--train.steps", "5", "mine.txt"], ["mine.txt: no key", "--data.paths mine.txt."]),
+        (["mine.txt", "--train.steps", "5"], ["mine.txt: no key", "--data.paths mine.txt."]),
         (["--model.heads", "5", "--model.kv_heads", "2"], ["model.kv_heads", "= 2", "model.heads = 5"]),
         (["--model.width", "100", "--model.heads", "6"], ["model.heads", "= 6", "model.width = 100"]),
         (["--optimizer.momentum", "0.9"], ["optimizer.momentum", "not used", "adamw"]),
@@ -153,6 +158,12 @@ def test_a_wrong_key_or_value_is_one_paragraph_that_names_it(arguments, parts):
     text = error_of(*arguments)
     for part in parts:
         assert part in text
+
+
+def test_a_bare_name_with_spaces_is_one_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my text.txt").write_text("words")
+    assert "--data.paths 'my text.txt'." in error_of("my text.txt")
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,11 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 def _run_here(config: TrainConfig, command: str, rank: int, world_size: int) -> int:
-    with stopping.on_signals(*_stop_signals()) as stop:
+    def leave() -> None:
+        if rank == 0:
+            _say_left(config)
+
+    with stopping.on_signals(*_stop_signals(), leave=leave) as stop:
         try:
             if world_size > 1:
                 _join(rank, world_size)
@@ -190,6 +194,7 @@ def _start_ranks(config: TrainConfig, command: str, world_size: int) -> int:
 
         def leave() -> None:
             _kill(context)
+            _say_left(config)
             shutil.rmtree(directory, ignore_errors=True)
 
         try:
@@ -299,6 +304,17 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = None
+
+
+def _say_left(config: TrainConfig) -> None:
+    """The last words at a second Ctrl-C."""
+    from pyfast.train.resume import where_it_stands
+
+    # From a signal handler, which may have come in the middle of a print: straight to the descriptor.
+    try:
+        os.write(2, f"\nLeft without saving: {where_it_stands(config.checkpoint_directory)}.\n".encode())
+    except OSError:
+        pass  # the terminal was closed: there is nobody to tell
 
 
 def _reporter(command: str) -> Any:

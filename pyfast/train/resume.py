@@ -94,10 +94,22 @@ def checkpoint_errors(read: Path | None = None) -> Iterator[None]:
         raise TrainingError(f"{str(error).rstrip('.')}. {_without(read)}") from error
 
 
+def complete_checkpoints(directory: str | Path) -> list[str]:
+    """Names of the complete checkpoints of a directory, the oldest first; looks at names alone, so it is quick."""
+    return sorted(entry.name for entry in Path(directory).glob("step-*") if (entry / "metadata.json").is_file())
+
+
+def where_it_stands(directory: str | None) -> str:
+    """How the same command goes on when a run is left without saving."""
+    names = complete_checkpoints(directory) if directory is not None else []
+    if not names:
+        return "there is no checkpoint yet, so the same command starts anew"
+    return f"the same command goes on from step {int(names[-1].removeprefix('step-'))}"
+
+
 def _without(path: Path) -> str:
     """What to do when a checkpoint cannot be read."""
-    complete = (entry for entry in path.parent.glob("step-*") if (entry / "metadata.json").is_file())
-    before = max((entry.name for entry in complete if entry.name < path.name), default=None)
+    before = max((name for name in complete_checkpoints(path.parent) if name < path.name), default=None)
     then = f"goes on from {before}" if before else "starts anew"
     return f"If it is lost, move {path} away: with checkpoint.resume auto the run then {then}."
 

@@ -202,9 +202,13 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on_to_the_end(tmp_p
     assert "rank 1 (tp 1): heads 1, kv heads 1, ffn 32-63, vocabulary 129-256" in said
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path, text):
-    run = Run(tmp_path, text, "--train.steps", FOREVER, "--checkpoint.every", "null")
-    run.wait_for_steps()
+@pytest.mark.parametrize(
+    "every, said",
+    [("null", "there is no checkpoint yet, so the same command starts anew"), ("2", "the same command goes on from step")],
+)
+def test_a_second_ctrl_c_leaves_at_once_and_says_where_it_stands(tmp_path, text, every, said):
+    run = Run(tmp_path, text, "--train.steps", FOREVER, "--checkpoint.every", every)
+    run.wait_for_steps(6)
     ranks = run.ranks()
     for pid in ranks.values():
         os.kill(pid, signal.SIGSTOP)  # a step that does not end
@@ -212,10 +216,42 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, text):
     time.sleep(1.0)
     assert run.process.poll() is None
     os.kill(run.process.pid, signal.SIGINT)
-    code, _, _ = run.end()
+    code, _, err = run.end()
     assert code == 130
     assert gone(ranks.values())
-    assert not list((tmp_path / "run" / "checkpoints").glob("*step-*"))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert bool(kept) == (every != "null")
+    assert f"Left without saving: {said}" in err
+    if kept:
+        assert f"from step {int(kept[-1].removeprefix('step-'))}." in err
+
+
+def test_one_process_that_is_left_at_once_says_so_too(tmp_path, text):
+    """In the middle of a step that does not end."""
+    stuck = tmp_path / "stuck"
+    stuck.mkdir()
+    (stuck / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Find:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'pyfast.train.trainer':\n"
+        "            from pyfast.train.data import Dataset\n"
+        "            batch = Dataset.batch\n"
+        "            def wait(self, step, index, rank, ranks):\n"
+        "                import time\n"
+        "                if step == 3: time.sleep(600)\n"
+        "                return batch(self, step, index, rank, ranks)\n"
+        "            Dataset.batch = wait\n"
+        "sys.meta_path.insert(0, Find())\n"
+    )
+    path = os.pathsep.join([str(stuck), environment()["PYTHONPATH"]])
+    run = Run(tmp_path, text, "--parallel.tensor", "1", "--checkpoint.every", "2", PYTHONPATH=path)
+    run.wait_for_steps(3)
+    os.kill(run.process.pid, signal.SIGINT)
+    time.sleep(1.0)
+    os.kill(run.process.pid, signal.SIGINT)
+    code, _, err = run.end()
+    assert code == 130 and "Left without saving: the same command goes on from step 2." in err
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path, text):

@@ -368,7 +368,7 @@ def with_default_layout(config: TrainConfig) -> TrainConfig:
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Check a run against the number of ranks it has, and fill what follows from it: `parallel.data`, `train.micro_batch`.
+    """Check a run against the number of ranks it has, and fill what follows: `parallel.data`, `train.micro_batch`.
 
     Raises `ConfigError` where keys contradict one another or the number of ranks.
     """
@@ -484,20 +484,24 @@ def from_dict(values: dict[str, dict[str, Any]]) -> TrainConfig:
     return TrainConfig(**made)
 
 
-def effective_settings(config: TrainConfig) -> dict[str, str]:
-    """Every setting that is in effect and not neutral, `section.key` -> YAML word."""
-    optimizer = config.optimizer
-    unread = {"beta1", "beta2", "eps"} if optimizer.name == "sgd" else set()
-    if optimizer.schedule == "constant":
-        unread.add("final_fraction")
-    shown = {}
-    for name, values in to_dict(config).items():
-        for item, value in values.items():
-            neutral = value is None or value is False or value == "none" or item in unread
-            if name == "parallel":
-                neutral = value == getattr(ParallelConfig(), item)
-            elif name != "train":
-                neutral = neutral or value == 0
-            if not neutral:
-                shown[f"{name}.{item}"] = yaml_word(value)
+# Shown at every start, whether or not they are the defaults: what a run is, and what changes its maths unseen.
+_ALWAYS_SHOWN = {
+    "train": ("steps", "sequence_length", "micro_batch", "global_batch", "dtype", "seed"),
+    "optimizer": ("learning_rate", "schedule", "warmup_steps", "final_fraction", "weight_decay"),
+}
+_SHOWN_AS_THE_MODEL = {"layers", "width", "heads", "kv_heads", "head_size", "ffn_width", "vocab"}
+
+
+def settings_to_show(config: TrainConfig) -> dict[str, str]:
+    """The settings that the start of a run shows, `section.key` -> YAML word: those that differ from the defaults, and
+    the most important ones always. The model's sizes are left out: they have a line of their own.
+    """
+    unread = {"optimizer.final_fraction"} if config.optimizer.schedule == "constant" else set()
+    unread |= {f"model.{name}" for name in _SHOWN_AS_THE_MODEL}
+    neutral, shown = to_dict(TrainConfig()), {}
+    for section, values in to_dict(config).items():
+        for name, value in values.items():
+            same = value == neutral[section][name] or (section == "parallel" and value == 1)
+            if f"{section}.{name}" not in unread and (not same or name in _ALWAYS_SHOWN.get(section, ())):
+                shown[f"{section}.{name}"] = yaml_word(value)
     return shown

@@ -5,15 +5,18 @@ Only rank 0 has one. Plain lines are used where the output is not a terminal.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from pyfast.train.metrics import Recent, StepMetrics
+
+_PHRASE_END = re.compile(r"(?<=[,;:]) ")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class Display:
     def start(self, info: StartInfo) -> None:
         """Draw the start panel and, on a terminal, the progress bar."""
         self._start = info
-        self.console.print(Panel(_start_table(info), title="pyfast train", title_align="left", expand=False))
+        self.console.print(
+            Panel(_start_table(info, self.console.width), title="pyfast train", title_align="left", expand=False)
+        )
         for notice in info.notices:
             self.console.print(notice, style="yellow", markup=False, soft_wrap=True)
         if self.console.is_terminal:
@@ -154,19 +159,32 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def _start_table(info: StartInfo) -> Group:
-    table = Table.grid(padding=(0, 2))
+def _start_table(info: StartInfo, width: int) -> Table:
+    """Labels and what stands beside them, broken between phrases only; `width` is that of the console."""
     rows = {
-        "model": f"{info.model}, {info.parameters:,} parameters",
-        "data": info.data,
-        "layout": "\n".join(info.layout),
-        "optimizer": "\n".join(info.groups),
+        "model": [f"{info.model}, {info.parameters:,} parameters"],
+        "data": [info.data],
+        "layout": info.layout,
+        "optimizer": info.groups,
     }
-    for name, value in rows.items():
-        table.add_row(Text(name, style="bold"), Text(value))
-    for section in dict.fromkeys(name.split(".")[0] for name in info.settings):
-        words = "  ".join(
-            f"{name.split('.', 1)[1]}={value}" for name, value in info.settings.items() if name.split(".")[0] == section
-        )
-        table.add_row(Text(section + ".", style="bold"), Text(words))
-    return Group(table)
+    filled = {name: [_PHRASE_END.split(line) for line in lines] for name, lines in rows.items()}
+    for name, value in info.settings.items():
+        section, key = name.split(".", 1)
+        filled.setdefault(section + ".", [[]])[0].append(f"{key}={value}")
+    room = max(width - max(map(len, filled)) - 6, 20)  # less the label, the gap after it, the frame and its padding
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, lines in filled.items():
+        text = "\n".join(fill(phrases, room, "  " if name.endswith(".") else " ") for phrases in lines)
+        table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
+    return table
+
+
+def fill(phrases: list[str], width: int, gap: str) -> str:
+    """The phrases in lines of at most `width`, joined by `gap`; a longer phrase has a line of its own."""
+    lines: list[str] = []
+    for phrase in phrases:
+        if lines and len(lines[-1]) + len(gap) + len(phrase) <= width:
+            lines[-1] += gap + phrase
+        else:
+            lines.append(phrase)
+    return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pyfast.nn.layout import get_layout, split_bounds
-from pyfast.train.config import TrainConfig, effective_settings
+from pyfast.train.config import TrainConfig, settings_to_show
 from pyfast.train.display import Display, EndInfo, Sample, StartInfo, clock
 from pyfast.train.metrics import FILE_NAME, StepMetrics
 from pyfast.train.optimizer import describe_groups
@@ -23,7 +23,7 @@ SAMPLE_TOKENS = 160
 SAMPLE_PROMPT = 16  # tokens
 NOISE = 0.6  # a mean loss above this part of ln(vocabulary), that of a random guess, writes no words yet
 BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
-RANKS_DRAWN = 16
+RANKS_DRAWN = 8  # more are summed up
 
 
 class Reporter:
@@ -82,7 +82,7 @@ def start_info(trainer: Any, start: Any, moved_to: Path | None) -> StartInfo:
         f"{dataset.sequence_length}; this run reads {dataset.epoch(config.train.steps):.2g} times all of it",
         layout=[f"{trainer.world_size} ranks x {torch.get_num_threads()} threads"] + draw_layout(config, model),
         groups=describe_groups(named, config.optimizer),
-        settings=effective_settings(config),
+        settings=settings_to_show(config),
         first_step=trainer.step + 1,
         steps=config.train.steps,
         log_every=config.log.every,
@@ -91,14 +91,13 @@ def start_info(trainer: Any, start: Any, moved_to: Path | None) -> StartInfo:
 
 
 def draw_layout(config: TrainConfig, model: Any) -> list[str]:
-    """One line a rank: its place in the mesh and what it holds."""
+    """One line a rank: its place in the mesh and what it holds. For many ranks one line a dimension of the mesh."""
     sizes, order = config.parallel.sizes(), config.parallel.order.split("-")
+    if math.prod(sizes[name] for name in order) > RANKS_DRAWN:
+        return _dimensions(config, model, sizes, order)
     places = itertools.product(*(range(sizes[name]) for name in reversed(order)))
     lines = []
     for rank, place in enumerate(places):
-        if rank == RANKS_DRAWN:
-            lines.append("...")
-            break
         where = dict(zip(reversed(order), place, strict=True))
         holds = _tensor_share(model, sizes["tp"], where["tp"])
         if sizes["dp"] > 1:
@@ -107,6 +106,27 @@ def draw_layout(config: TrainConfig, model: Any) -> list[str]:
         cut = " ".join(f"{name} {where[name]}" for name in order if sizes[name] > 1)
         lines.append(f"rank {rank}{f' ({cut})' if cut else ''}: {holds}")
     return lines
+
+
+def _dimensions(config: TrainConfig, model: Any, sizes: dict[str, int], order: list[str]) -> list[str]:
+    """What is shared out over each dimension of the mesh, and how far apart the ranks are that share it."""
+    parts = {"heads": model.heads, "kv heads": model.kv_heads, "ffn": model.ffn_width, "vocabulary": model.vocab}
+    batch, lines, apart = config.train.global_batch, [], 1
+    for name in order:
+        if name == "tp" and sizes[name] > 1:
+            shares = (f"{_share(length, sizes[name])} of {length} {part}" for part, length in parts.items())
+            lines.append(f"tensor parallel {sizes[name]}, ranks {apart} apart: {', '.join(shares)} each")
+        if name == "dp" and sizes[name] > 1:
+            each = _share(batch, sizes[name])
+            lines.append(f"data parallel {sizes[name]}, ranks {apart} apart: {each} of {batch} sequences a step each")
+        apart *= sizes[name]
+    return lines
+
+
+def _share(length: int, ranks: int) -> str:
+    """How much of `length` one of `ranks` has: `16`, or `16-17` where it is not the same for all."""
+    low, rest = divmod(length, ranks)
+    return f"{low}-{low + 1}" if rest else str(low)
 
 
 def _tensor_share(model: Any, ranks: int, rank: int) -> str:
@@ -209,7 +229,9 @@ def first_tokens(dataset: Any, tokenizer: Any, count: int) -> list[int]:
     """Up to `count` tokens of the first document that has any, not cut within a character."""
     for source in dataset.sources:
         for start, end in itertools.pairwise(source.offsets):
-            ids = [token for token in source.ids[start : min(end, start + count)].tolist() if token != tokenizer.end_token]
+            ids = [
+                token for token in source.ids[start : min(end, start + count)].tolist() if token != tokenizer.end_token
+            ]
             if ids:
                 return _whole_characters(ids, tokenizer)
     return []

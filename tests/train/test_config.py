@@ -11,7 +11,7 @@ import yaml
 
 from pyfast.parallel import ParallelConfig
 from pyfast.train.arguments import all_keys, format_help, parse
-from pyfast.train.config import TrainConfig, effective_settings, from_dict, resolve, to_dict, with_default_layout
+from pyfast.train.config import TrainConfig, from_dict, resolve, settings_to_show, to_dict, with_default_layout
 from pyfast.train.errors import ConfigError, TrainingError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -81,13 +81,32 @@ def test_a_file_and_the_command_line_set_keys_and_the_later_one_wins(tmp_path):
 
 def test_a_config_that_does_not_mention_clipping_clips_nothing():
     assert parse([]).optimizer.clip_norm is None
-    assert "optimizer.clip_norm" not in effective_settings(parse([]))
+    assert "optimizer.clip_norm" not in settings_to_show(parse([]))
 
 
-def test_effective_settings_are_those_that_are_not_neutral():
-    shown = effective_settings(parse(["--optimizer.clip_norm", "1", "--parallel.data", "2", "--parallel.tensor", "2"]))
-    assert shown["optimizer.clip_norm"] == "1.0" and shown["parallel.data"] == "2" and shown["parallel.tensor"] == "2"
-    assert not {"parallel.pipeline", "model.experts", "train.recompute", "optimizer.momentum"} & set(shown)
+def test_the_settings_that_are_shown_differ_from_the_defaults_or_change_the_maths_unseen():
+    always = "steps sequence_length micro_batch global_batch dtype seed".split()
+    maths = "learning_rate schedule warmup_steps final_fraction weight_decay".split()
+    expected = [f"train.{name}" for name in always] + [f"optimizer.{name}" for name in maths]
+    assert sorted(settings_to_show(resolve(parse(["--model.layers", "3", "--parallel.tensor", "1"]), 1))) == sorted(
+        expected
+    )
+    config = from_dict({"optimizer": {"schedule": "constant"}})
+    assert "optimizer.final_fraction" not in settings_to_show(config)
+
+
+@pytest.mark.parametrize("name", sorted(all_keys()))
+def test_every_key_that_is_set_is_shown(name):
+    """But the model's sizes, which have a line of their own."""
+    sizes = {f"model.{key}" for key in ("layers", "width", "heads", "kv_heads", "head_size", "ffn_width", "vocab")}
+    section, key = name.split(".")
+    base = TrainConfig()
+    copy = object.__new__(type(getattr(base, section)))  # past the checks: some keys are not supported yet
+    for other in dataclasses.fields(copy):
+        object.__setattr__(copy, other.name, getattr(getattr(base, section), other.name))
+    object.__setattr__(copy, key, "something")
+    shown = settings_to_show(dataclasses.replace(base, **{section: copy}))
+    assert shown.get(name) == (None if name in sizes else "something")
 
 
 def test_the_printed_config_is_the_config(capsys):

@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from pyfast.train.display import Display, StartInfo
+from pyfast.train.display import Display, StartInfo, fill
 from pyfast.train.metrics import Recent, StepMetrics
 
 START = StartInfo("a model", 1000, "some text", ["1 rank"], ["sgd"], {}, first_step=1, steps=100, log_every=10)
@@ -60,3 +60,20 @@ def test_the_bar_shows_means_and_says_which_time_is_which(width):
     display.close()
     bar = [line for line in plain(file.getvalue()).splitlines() if "100/100" in line and "mean loss" in line][-1]
     assert re.search(r"mean loss 2\.960 82 tokens/s elapsed \d+:\d\d, left 0:00", bar), bar
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_start_panel_breaks_no_phrase(width):
+    settings = {f"optimizer.some_key_{index}": f"[{index}, b]" for index in range(9)}
+    layout = ["rank 0: heads 0-2, kv heads 0, ffn 0-255, vocabulary 0-128, 4 of 8 sequences a step"]
+    display, file = screen(terminal=False, width=width)
+    display.start(StartInfo("4 layers, width 192", 1000, "12 tokens; read 3 times", layout, ["sgd"], settings, 1, 5, 1))
+    said = file.getvalue()
+    for phrase in (*[f"some_key_{index}=[{index}, b]" for index in range(9)], "vocabulary 0-128,", "1,000 parameters"):
+        assert phrase in said
+    assert max(map(len, said.splitlines())) <= width
+
+
+def test_lines_are_filled():
+    assert fill(["aa", "bb", "cccccc", "d"], 5, " ") == "aa bb\ncccccc\nd"
+    assert fill([], 5, " ") == ""

@@ -204,7 +204,10 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on_to_the_end(tmp_p
 
 @pytest.mark.parametrize(
     "every, said",
-    [("null", "there is no checkpoint yet, so the same command starts anew"), ("2", "the same command goes on from step")],
+    [
+        ("null", "there is no checkpoint yet, so the same command starts anew"),
+        ("2", "the same command goes on from step"),
+    ],
 )
 def test_a_second_ctrl_c_leaves_at_once_and_says_where_it_stands(tmp_path, text, every, said):
     run = Run(tmp_path, text, "--train.steps", FOREVER, "--checkpoint.every", every)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pyfast.train.config import from_dict
+from pyfast.train.config import from_dict, resolve
 from pyfast.train.display import Display, EndInfo, Sample
-from pyfast.train.report import first_tokens, printable, sample_text
+from pyfast.train.report import draw_layout, first_tokens, printable, sample_text
 from pyfast.train.tokenizer import ByteTokenizer
 from pyfast.train.trainer import Trainer
 
@@ -83,3 +83,26 @@ def test_the_prompt_is_marked(sample, expected):
     file = io.StringIO()
     Display(Console(file=file, width=100)).end(EndInfo("done", {}, sample, []))
     assert expected in file.getvalue() and ("a sample of" in file.getvalue()) == isinstance(sample, Sample)
+
+
+def layout(ranks: int, order: str) -> list[str]:
+    values = {"parallel": {"tensor": 2, "order": order}, "train": {"global_batch": 24}}
+    model = SimpleNamespace(heads=6, kv_heads=2, ffn_width=512, vocab=257)
+    return draw_layout(resolve(from_dict(values), ranks), model)
+
+
+def test_few_ranks_are_drawn_one_by_one():
+    lines = layout(8, "tp-cp-pp-dp")
+    assert len(lines) == 8
+    assert lines[3] == (
+        "rank 3 (tp 1 dp 1): heads 3-5, kv heads 1, ffn 256-511, vocabulary 129-256, 6 of 24 sequences a step"
+    )
+
+
+@pytest.mark.parametrize("order, apart", [("tp-cp-pp-dp", (1, 2)), ("dp-tp-cp-pp", (12, 1))])
+def test_many_ranks_are_summed_up_in_a_line_a_dimension(order, apart):
+    assert sorted(layout(24, order)) == [
+        f"data parallel 12, ranks {apart[1]} apart: 2 of 24 sequences a step each",
+        f"tensor parallel 2, ranks {apart[0]} apart: 3 of 6 heads, 1 of 2 kv heads, 256 of 512 ffn, "
+        "128-129 of 257 vocabulary each",
+    ]

@@ -70,9 +70,8 @@ def _to_hugging_face(source: Path, destination: Path) -> str:
     load(path, CheckpointState(dict(model.named_parameters())), ParallelMesh.single())
     save_hugging_face(model, destination)
     written = ["config.json", "model.safetensors", *_copy_tokenizer(recorded, destination)]
-    return (
-        f"{path} (step {metadata.step}) -> {destination}: {', '.join(written)}, {dtype} as trained\n"
-        + _how_to_load(destination, byte_tokenizer="tokenizer.json" not in written)
+    return f"{path} (step {metadata.step}) -> {destination}: {', '.join(written)}, {dtype} as trained\n" + _how_to_load(
+        destination, byte_tokenizer="tokenizer.json" not in written
     )
 
 

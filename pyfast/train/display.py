@@ -54,11 +54,11 @@ class EndInfo:
 
 
 class _Times(ProgressColumn):
-    """`elapsed 0:12, left 1:30`."""
+    """`0:12, left 1:30`: how long it has run, how long it will."""
 
     def render(self, task: Task) -> Text:
         left = task.time_remaining
-        return Text(f"elapsed {clock(task.elapsed or 0.0)}, left {'-' if left is None else clock(left)}")
+        return Text(f"{clock(task.elapsed or 0.0)}, left {'-' if left is None else clock(left)}")
 
 
 class Display:
@@ -84,15 +84,16 @@ class Display:
             self._progress = Progress(
                 BarColumn(bar_width=24 if self.console.width >= 100 else 10),
                 MofNCompleteColumn(),
-                TextColumn("mean loss {task.fields[loss]}"),
-                TextColumn("{task.fields[speed]} tokens/s"),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("lr {task.fields[rate]}"),
+                TextColumn("{task.fields[speed]} tok/s"),
                 _Times(),
                 console=self.console,
                 refresh_per_second=4,
                 speed_estimate_period=30,
             )
             self._task = self._progress.add_task(
-                "train", total=info.steps, completed=info.first_step - 1, loss="-", speed="-"
+                "train", total=info.steps, completed=info.first_step - 1, loss="-", rate="-", speed="-"
             )
             self._progress.start()
 
@@ -109,6 +110,7 @@ class Display:
                 self._task,
                 completed=metrics.step,
                 loss=f"{self._recent.loss:.3f}",
+                rate=f"{metrics.learning_rate:.1e}",
                 speed=speed,
             )
         info = self._start

@@ -27,12 +27,12 @@ def on_signals(*numbers: signal.Signals, leave: Callable[[], None] = lambda: Non
     Two signals within half a second are one request: a terminal and a launcher may both pass the same Ctrl-C on.
     """
     stop = Stop()
-    first = 0.0
+    first: float | None = None  # when the first signal came; others may have requested a stop before it
 
     def handle(number: int, frame: object) -> None:
         nonlocal first
         now = time.monotonic()
-        if not stop.requested:
+        if first is None:
             stop.requested, first = True, now
         elif now - first > SAME_REQUEST_SECONDS:
             leave()

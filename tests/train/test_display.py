@@ -58,8 +58,12 @@ def test_the_bar_shows_means_and_says_which_time_is_which(width):
     for step in range(1, 101):
         display.step(metrics(step, 4.0 if step % 2 else 2.0, seconds=2.0 if step % 2 else 0.5))
     display.close()
-    bar = [line for line in plain(file.getvalue()).splitlines() if "100/100" in line and "mean loss" in line][-1]
-    assert re.search(r"mean loss 2\.960 82 tokens/s elapsed \d+:\d\d, left 0:00", bar), bar
+    bar = [
+        line
+        for line in plain(file.getvalue()).splitlines()
+        if "100/100" in line and "loss" in line and "step" not in line
+    ][-1]
+    assert re.search(r"loss 2\.960 lr \S+ 82 tok/s \d+:\d\d, left 0:00", bar), bar
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

@@ -369,6 +369,16 @@ def test_a_hangup_saves_like_ctrl_c_although_the_terminal_is_gone(tmp_path, text
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [f"step-{steps:08d}"]
 
 
+def test_the_first_signal_never_leaves_at_once_even_if_a_stop_is_under_way():
+    """The screen was gone first, which stops the run; the hangup that comes with it must not cost the checkpoint."""
+    from pyfast.train import stop as stopping
+
+    with stopping.on_signals(signal.SIGUSR1, leave=lambda: pytest.fail("left at the first signal")) as stop:
+        stop.requested = True
+        signal.raise_signal(signal.SIGUSR1)
+    assert stop.requested
+
+
 def test_under_nohup_a_hangup_changes_nothing(tmp_path, text):
     run = Run(tmp_path, text, "--train.steps", FOREVER, before=("nohup",))
     run.wait_for_steps()

@@ -23,8 +23,8 @@ class Attention(nn.Module):
     """Causal self-attention: x [B, S, H], or packed [T, H] with cu_seqlens -> like x.
 
     Arguments:
-        width: H. heads, kv_heads: Nq, Nk (Ainslie et al., 2023); query head n reads kv head n // (Nq // Nk). kv_heads is
-            heads by default.
+        width: H. heads, kv_heads: Nq, Nk (Ainslie et al., 2023); query head n reads kv head n // (Nq // Nk). kv_heads
+            is heads by default.
         head_size: D, independent of the width; width / heads by default.
         qk_norm: RMSNorm over D on queries and keys before the rotation, as in Qwen3.
         window: keys each query sees, its own among them; None: all earlier ones.

@@ -12,6 +12,7 @@ step.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import logging
@@ -117,17 +118,34 @@ def _run_here(config: TrainConfig, command: str, rank: int, world_size: int) -> 
 
     with stopping.on_signals(*_stop_signals(), leave=leave) as stop:
         try:
-            if world_size > 1:
-                _join(rank, world_size)
-            return _train(config, command, rank, world_size, stop)
+            if world_size == 1:
+                return _train(config, command, rank, world_size, stop)
+            _join(rank, world_size)
+            code = _train(config, command, rank, world_size, stop)
         except Exception as error:
-            if not _first_to_fail():
+            first = _first_to_fail()
+            bootstrap.shutdown()
+            if not first:
                 raise SystemExit(1) from None
             if isinstance(error, TrainingError):
                 raise
             raise RankFailed(_unexpected(rank, traceback.format_exc())) from None
-        finally:
-            bootstrap.shutdown()
+    _end(code)
+
+
+def _end(code: int) -> None:
+    """End a rank of several without the interpreter's shutdown and without destroying the process groups.
+
+    gloo's threads are still at work then: they may wait for peers that will never answer, and now and then their
+    teardown aborts the process after a run in which nothing failed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            try:
+                stream.flush()
+            except OSError:
+                pass  # closed, and what it held was said elsewhere or is lost with the reader
+    os._exit(code)
 
 
 def _join(rank: int, world_size: int) -> None:
@@ -255,18 +273,14 @@ def _rank_main(
             store = dist.FileStore(os.path.join(directory, "store"), world_size)
             bootstrap.initialize(rank=rank, world_size=world_size, store=store, timeout_s=TIMEOUT_SECONDS)
             code = _train(config, command, rank, world_size, stop)
-            bootstrap.shutdown()
+            atexit.register(_end, 0)  # once elastic has taken the code
             return code
     except Exception as error:
         try:
             _report(directory, rank, error)
         except OSError as full:  # such as a full disk: say it here, the parent will find no report
             _say(f"pyfast: rank {rank}: {error} (and there was no room to report it: {full})")
-        # Skip interpreter shutdown: gloo's threads may still wait for peers that will never answer.
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(1)
+        _end(1)
 
 
 def _train(config: TrainConfig, command: str, rank: int, world_size: int, stop: stopping.Stop) -> int:
@@ -277,6 +291,7 @@ def _train(config: TrainConfig, command: str, rank: int, world_size: int, stop: 
     reporter = _reporter(command) if rank == 0 else None
     trainer = Trainer(config, rank=rank, world_size=world_size, stop=stop, display=reporter)
     result = trainer.fit()
+    code = stopping.EXIT_CODE if result.status == STOPPED else 0
     sample = None
     if result.status == FINISHED:
         from pyfast.train.report import sample_text
@@ -285,8 +300,10 @@ def _train(config: TrainConfig, command: str, rank: int, world_size: int, stop: 
     if reporter is not None:
         reporter.end(trainer, result, sample)
         if reporter.broken is not None:
-            return _leave_without_screen(reporter.broken, result)
-    return stopping.EXIT_CODE if result.status == STOPPED else 0
+            code = _leave_without_screen(reporter.broken, result)
+    # a rank that left earlier would fail those still at work
+    trainer.mesh.group("world").barrier(name="end of the run")
+    return code
 
 
 def _leave_without_screen(why: str, result: Any) -> int:

@@ -403,7 +403,8 @@ def test_a_closed_pipe_saves_and_says_so(tmp_path, text, ranks):
 
 def test_without_standard_streams_it_trains(tmp_path, text):
     shell = " ".join(command(tmp_path, text, "--train.steps", "2")) + " <&- >&- 2>&-"
-    assert subprocess.run(["sh", "-c", shell], env=environment(), timeout=PATIENCE).returncode == 0
+    done = subprocess.run(["sh", "-c", shell], env=environment(), timeout=PATIENCE, cwd=tmp_path)
+    assert done.returncode == 0
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
 
 

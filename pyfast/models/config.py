@@ -161,9 +161,10 @@ class TransformerConfig:
         if isinstance(self.rope_scaling, dict):
             unknown = set(self.rope_scaling) - set(RopeScaling.__dataclass_fields__)
             missing = {"kind", "factor"} - set(self.rope_scaling)
+            optional = [name for name in RopeScaling.__dataclass_fields__ if name not in ("kind", "factor")]
             if unknown or missing:
                 _fail(
-                    "rope_scaling", self.rope_scaling, f"kind, factor and {', '.join(RopeScaling.__dataclass_fields__)}"
+                    "rope_scaling", self.rope_scaling, f"kind, factor (both needed), {', '.join(optional)}"
                 )
             put("rope_scaling", RopeScaling(**self.rope_scaling))
         elif not isinstance(self.rope_scaling, RopeScaling | None):

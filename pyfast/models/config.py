@@ -163,9 +163,7 @@ class TransformerConfig:
             missing = {"kind", "factor"} - set(self.rope_scaling)
             optional = [name for name in RopeScaling.__dataclass_fields__ if name not in ("kind", "factor")]
             if unknown or missing:
-                _fail(
-                    "rope_scaling", self.rope_scaling, f"kind, factor (both needed), {', '.join(optional)}"
-                )
+                _fail("rope_scaling", self.rope_scaling, f"kind, factor (both needed), {', '.join(optional)}")
             put("rope_scaling", RopeScaling(**self.rope_scaling))
         elif not isinstance(self.rope_scaling, RopeScaling | None):
             _fail("rope_scaling", self.rope_scaling, "null, a RopeScaling or a mapping of its keys")

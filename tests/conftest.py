@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.triton_processes import (  # noqa: F401 (hooks)
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""What `pyfast.ops` call: C++ on CPU (cpu.py), plain torch elsewhere (plain.py), and the oracle (reference.py)."""
+"""What `pyfast.ops` call: C++ on CPU (cpu.py), Triton on NVIDIA GPUs (cuda.py), plain torch elsewhere (plain.py).
+
+The oracle of all of them is reference.py.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,10 @@ def for_device(device: torch.device) -> ModuleType:
         from pyfast.kernels import cpu
 
         return cpu
+    if device.type == "cuda" and torch.version.hip is None:
+        from pyfast.kernels import cuda
+
+        return cuda
     from pyfast.kernels import plain
 
     return plain

@@ -20,20 +20,24 @@ pyfast::AttentionShape shape(const py::tuple& t) {
   for (int i = 0; i < 7; ++i) *sizes[i] = t[1 + i].cast<int64_t>();
   s.cu_q = static_cast<const int32_t*>(at(t[8].cast<Address>()));
   s.cu_k = static_cast<const int32_t*>(at(t[9].cast<Address>()));
-  s.causal = t[10].cast<bool>();
-  s.window_left = t[11].cast<int64_t>();
-  s.window_right = t[12].cast<int64_t>();
-  s.scale = t[13].cast<double>();
-  s.softcap = t[14].cast<double>();
-  s.sinks = at(t[15].cast<Address>());
-  s.threads = t[16].cast<int>();
+  s.runs_q = static_cast<const int64_t*>(at(t[10].cast<Address>()));
+  s.runs_k = static_cast<const int64_t*>(at(t[11].cast<Address>()));
+  s.count_q = t[12].cast<int64_t>();
+  s.count_k = t[13].cast<int64_t>();
+  s.causal = t[14].cast<bool>();
+  s.window_left = t[15].cast<int64_t>();
+  s.window_right = t[16].cast<int64_t>();
+  s.scale = t[17].cast<double>();
+  s.softcap = t[18].cast<double>();
+  s.sinks = at(t[19].cast<Address>());
+  s.threads = t[20].cast<int>();
   return s;
 }
 
 void forward(const py::tuple& s, const py::tuple& q, const py::tuple& k, const py::tuple& v, Address out, Address lse,
-             Address workspace) {
-  const pyfast::AttentionForward arguments{shape(s), strided(q), strided(k),   strided(v),
-                                           at(out),  at(lse),    at(workspace)};
+             bool wide, bool resume, Address workspace) {
+  const pyfast::AttentionForward arguments{shape(s), strided(q), strided(k), strided(v),   at(out),
+                                           at(lse),  wide,       resume,     at(workspace)};
   py::gil_scoped_release release;
   g_kernels->attention_forward(arguments);
 }
@@ -42,14 +46,34 @@ int64_t forward_workspace(const py::tuple& s) { return g_kernels->attention_forw
 
 int64_t backward_workspace(const py::tuple& s) { return g_kernels->attention_backward_workspace(shape(s)); }
 
+// From out, dout and dlse to gradients in the dtype of q.
 void backward(const py::tuple& s, const py::tuple& q, const py::tuple& k, const py::tuple& v, const py::tuple& out,
               const py::tuple& dout, Address lse, Address dlse, Address dq, Address dk, Address dv, Address dsinks,
               Address workspace) {
-  const pyfast::AttentionBackward arguments{
-      shape(s), strided(q), strided(k), strided(v), strided(out), strided(dout), at(lse),
-      at(dlse), at(dq),     at(dk),     at(dv),     at(dsinks),   at(workspace)};
+  const pyfast::AttentionBackward arguments{shape(s), strided(q), strided(k), strided(v), strided(out),
+                                            strided(dout), at(lse), at(dlse), nullptr, at(dq),
+                                            at(dk), at(dv), at(dsinks), false, at(workspace)};
   py::gil_scoped_release release;
   g_kernels->attention_backward(arguments);
+}
+
+// From dout and delta, added into wide gradients.
+void state_backward(const py::tuple& s, const py::tuple& q, const py::tuple& k, const py::tuple& v,
+                    const py::tuple& dout, Address lse, Address delta, Address dq, Address dk, Address dv,
+                    Address workspace) {
+  const pyfast::AttentionBackward arguments{shape(s), strided(q), strided(k), strided(v), {}, strided(dout),
+                                            at(lse), nullptr, at(delta), at(dq), at(dk), at(dv),
+                                            nullptr, true, at(workspace)};
+  py::gil_scoped_release release;
+  g_kernels->attention_backward(arguments);
+}
+
+void delta(int dtype, bool wide_out, const py::tuple& out, const py::tuple& dout, Address dlse, Address result,
+           int64_t rows, int64_t heads_q, int64_t value_size, int threads) {
+  const pyfast::AttentionDelta arguments{pyfast::DType(dtype), wide_out, strided(out), strided(dout), at(dlse),
+                                         at(result), rows, heads_q, value_size, threads};
+  py::gil_scoped_release release;
+  g_kernels->attention_delta(arguments);
 }
 
 }  // namespace
@@ -59,4 +83,6 @@ void bind_attention(py::module_& m) {
   m.def("attention_forward", &forward);
   m.def("attention_backward_workspace", &backward_workspace);
   m.def("attention_backward", &backward);
+  m.def("attention_state_backward", &state_backward);
+  m.def("attention_delta", &delta);
 }

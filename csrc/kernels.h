@@ -149,14 +149,22 @@ struct Strided {
   int64_t batch, row, head;
 };
 
-// What attention's forward and backward share. Batched: `batch` sequences of rows_q queries and rows_k keys. Packed:
-// `batch` documents, document z being rows [cu[z], cu[z + 1]), and rows_q, rows_k the lengths of the packed tensors.
+// What attention's forward and backward share. Which rows are whose is said in one of three ways:
+//   batched  `batch` sequences of rows_q queries and rows_k keys
+//   packed   `batch` documents, document z being rows [cu[z], cu[z + 1]); rows_q, rows_k: lengths of the packed tensors
+//   runs     rows_q and rows_k packed rows that run after run are (document, start, length, stride): `length` rows, the
+//            tokens start, start + stride, ... of a document; -1: of none, like the rows after the last run
+// A query sees a key of its document if key - query <= right (0 if causal) and query - key <= left; in the first two
+// ways the last query stands where the last key does.
 struct AttentionShape {
   DType dtype;
   int64_t batch, rows_q, rows_k, heads_q, heads_k, head_size, value_size;
-  const int32_t* cu_q;  // null: batched
+  const int32_t* cu_q;  // null: not packed
   const int32_t* cu_k;
-  bool causal;                         // bottom-right aligned
+  const int64_t* runs_q;  // [count_q, 4]; null: no runs
+  const int64_t* runs_k;
+  int64_t count_q, count_k;
+  bool causal;
   int64_t window_left, window_right;   // inclusive; -1: unbounded
   double scale, softcap;               // softcap 0: none
   const void* sinks;                   // [heads_q] float32 (float64 for f64); may be null
@@ -168,23 +176,38 @@ struct AttentionShape {
 struct AttentionForward {
   AttentionShape shape;
   Strided q, k, v;
-  void* out;
+  void* out;  // in the dtype of q, or that of lse if `wide`
   void* lse;
+  bool wide;
+  bool resume;  // only if wide: out and lse hold the attention over earlier keys, to which these keys are added
   void* workspace;
 };
 
-// dq, dk, dv contiguous in the dtype of q; dlse like lse, may be null; dsinks [heads_q] like sinks, null without sinks.
-// workspace: attention_backward_workspace() bytes, 64-byte aligned.
+// delta [heads_q, rows] = rowsum(out * dout) - dlse; dlse [heads_q, rows] may be null. float32 (float64 for f64).
+struct AttentionDelta {
+  DType dtype;    // of dout
+  bool wide_out;  // out is float32 (float64 for f64), else of dtype
+  Strided out, dout;
+  const void* dlse;
+  void* delta;
+  int64_t rows, heads_q, value_size;
+  int threads;
+};
+
+// dq, dk, dv contiguous. Either the gradients in the dtype of q, or, if `accumulate`, they are added into what is there,
+// float32 (float64 for f64), and any of them may be null.
 struct AttentionBackward {
   AttentionShape shape;
   Strided q, k, v, out, dout;
-  const void* lse;
-  const void* dlse;
+  const void* lse;    // over all keys
+  const void* dlse;   // like lse; may be null
+  const void* delta;  // like lse: see AttentionDelta; null: computed from out, dout and dlse
   void* dq;
   void* dk;
   void* dv;
-  void* dsinks;
-  void* workspace;
+  void* dsinks;  // [heads_q] like sinks; null without sinks
+  bool accumulate;
+  void* workspace;  // attention_backward_workspace() bytes, 64-byte aligned
 };
 
 struct Kernels {
@@ -203,6 +226,7 @@ struct Kernels {
   void (*attention_forward)(const AttentionForward&);
   int64_t (*attention_backward_workspace)(const AttentionShape&);
   void (*attention_backward)(const AttentionBackward&);
+  void (*attention_delta)(const AttentionDelta&);
 };
 
 }  // namespace pyfast

@@ -6,10 +6,10 @@
 //   dV += P^T dO   dK += dS^T Q * scale   dQ^T += K^T dS^T * scale   dsink = -sum exp(sink - L) delta
 //
 // First every panel of queries is prepared: Q and dO packed both ways, delta. Then a task is one block of keys of one
-// unit (a kv head of a sequence): it keeps dK and dV of the block and adds its part of dQ into the panels. The blocks of
+// unit (a kv head of a document): it keeps dK and dV of the block and adds its part of dQ into the panels. The blocks of
 // a unit add to a panel in ascending order, each waiting for the one before: tasks are queued in that order too, so
 // nobody waits for a task that no thread has begun. The last block writes dQ out. Every sum has one order: the same bits
-// for any number of threads. S and dP are computed once.
+// for any number of threads. S and dP are computed once. Gradients that nobody wants are left out with their products.
 #include <atomic>
 #include <memory>
 #include <sched.h>
@@ -72,13 +72,12 @@ struct KeyBlock {
 };
 
 struct Unit {
-  int64_t z, kv;
+  int64_t document, kv;
   int64_t first_panel;  // of its group x panels, within the chunk
-  int64_t panels;       // of one query head
 };
 
 struct Task {
-  int64_t unit, block;
+  int64_t unit, run, number;  // the block of keys: number within the run
   int64_t left;  // work of this and the later blocks of the unit: descending order keeps the blocks of a unit in order
 };
 
@@ -122,90 +121,137 @@ void score_gradients(const Visible& visible, const KeyBlock<C>& block, const Pan
   }
 }
 
+// One row's sum of out * dout.
+template <class U, class T>
+compute_t<T> row_dot(const U* out, const T* dout, int64_t width) {
+  using C = compute_t<T>;
+  constexpr int L = Vec<C>::size;
+  vec_t<C> sum = zero<C>();
+  int64_t j = 0;
+  for (; j + L <= width; j += L) sum += load(out + j) * load(dout + j);
+  C total = horizontal_sum<C>(sum);
+  for (; j < width; ++j) total += C(widen(out[j])) * C(widen(dout[j]));
+  return total;
+}
+
 template <class T>
 struct Backward {
   using C = compute_t<T>;
   static constexpr int W = kLanes<C>;
   const AttentionBackward& a;
   const AttentionShape& s = a.shape;
+  const Documents documents{s, W};
   const Layout<C> layout{s};
-  const int64_t group = s.heads_q / s.heads_k;
+  const int64_t group = s.heads_q / s.heads_k, all_units = int64_t(documents.list.size()) * s.heads_k;
 
-  int64_t panels_of(int64_t z) const { return (sequence_at(s, z).q_len + W - 1) / W; }
-
-  int64_t bytes_of(int64_t z) const {
-    return panels_of(z) * group * layout.panel_size() * int64_t(sizeof(C));
+  int64_t bytes_of(int64_t document) const {
+    return documents.list[document].panels * group * layout.panel_size() * int64_t(sizeof(C));
   }
   int64_t workspace_bytes() const {
-    return workspace_of_chunks(s, [&](int64_t z) { return bytes_of(z); });
+    return workspace_of_chunks(s.heads_k, all_units, [&](int64_t document) { return bytes_of(document); });
   }
 
   void run() const {
     std::vector<C> dsinks(s.sinks ? s.heads_q : 0, C(0));
-    for (int64_t first = 0, last; first < s.batch * s.heads_k; first = last) {
-      last = chunk_end(s, first, [&](int64_t z) { return bytes_of(z); });
+    for (int64_t first = 0, last; first < all_units; first = last) {
+      last = chunk_end(s.heads_k, all_units, first, [&](int64_t document) { return bytes_of(document); });
       run_chunk(first, last, dsinks);
     }
     if (s.sinks) std::copy(dsinks.begin(), dsinks.end(), static_cast<C*>(a.dsinks));
-    if (!s.cu_q) return;
-    zero_rows(a.dq, s.heads_q * s.head_size, 0, s.cu_q[0]);
-    zero_rows(a.dq, s.heads_q * s.head_size, s.cu_q[s.batch], s.rows_q);
-    for (auto [data, size] : {std::pair{a.dk, s.head_size}, std::pair{a.dv, s.value_size}}) {
-      zero_rows(data, s.heads_k * size, 0, s.cu_k[0]);
-      zero_rows(data, s.heads_k * size, s.cu_k[s.batch], s.rows_k);
+    if (a.accumulate) return;
+    for (const Rows& rows : documents.loose_q) zero_rows(a.dq, s.heads_q * s.head_size, rows);
+    for (const Rows& rows : documents.loose_k) {
+      zero_rows(a.dk, s.heads_k * s.head_size, rows);
+      zero_rows(a.dv, s.heads_k * s.value_size, rows);
     }
   }
+
+  struct PanelIndex {
+    int64_t unit, head, run, number;  // head of the group, number within the run
+  };
 
   void run_chunk(int64_t first, int64_t last, std::vector<C>& dsinks) const {
     std::vector<Unit> units;
     std::vector<Task> tasks;
-    struct PanelIndex {
-      int32_t unit, panel;  // panel of the unit: head of the group * panels + number
-    };
-    std::vector<PanelIndex> all;
+    std::vector<PanelIndex> panels;
     for (int64_t u = first; u < last; ++u) {
-      const Unit unit{u / s.heads_k, u % s.heads_k, int64_t(all.size()), panels_of(u / s.heads_k)};
-      for (int64_t i = 0; i < group * unit.panels; ++i) all.push_back({int32_t(units.size()), int32_t(i)});
-      add_tasks(unit, int64_t(units.size()), tasks);
-      units.push_back(unit);
+      const Document& document = documents.list[u / s.heads_k];
+      units.push_back({u / s.heads_k, u % s.heads_k, int64_t(panels.size())});
+      for (int64_t head = 0; head < group; ++head)
+        for (int64_t run = document.q_begin; run < document.q_end; ++run)
+          for (int64_t number = 0; number * W < documents.q[run].length; ++number)
+            panels.push_back({u - first, head, run, number});
+      add_tasks(document, u - first, tasks);
     }
     longest_first(tasks);
 
-    std::vector<C> sink_parts(s.sinks ? all.size() : 0);
-    parallel_tasks(int64_t(all.size()), s.threads, [&](int64_t i, int) {
-      const C part = prepare(units[all[i].unit], all[i].panel);
+    std::vector<C> sink_parts(s.sinks ? panels.size() : 0);
+    parallel_tasks(int64_t(panels.size()), s.threads, [&](int64_t i, int) {
+      const Unit& unit = units[panels[i].unit];
+      const C part = prepare(unit, panels[i].head, documents.q[panels[i].run], panels[i].number);
       if (s.sinks) sink_parts[i] = part;
     });
-    for (size_t i = 0; i < sink_parts.size(); ++i) {
-      const Unit& unit = units[all[i].unit];
-      dsinks[unit.kv * group + all[i].panel / unit.panels] += sink_parts[i];
-    }
+    for (size_t i = 0; i < sink_parts.size(); ++i)
+      dsinks[units[panels[i].unit].kv * group + panels[i].head] += sink_parts[i];
 
-    // done[panel]: blocks of keys up to here have been added to the panel's dq.
-    std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[all.size() + 1]);
-    for (size_t i = 0; i < all.size(); ++i) done[i].store(-1, std::memory_order_relaxed);
-    parallel_tasks(int64_t(tasks.size()), s.threads,
-                   [&](int64_t i, int) { run_task(units[tasks[i].unit], tasks[i].block, done.get()); });
+    // done[panel]: how many blocks of keys have been added to the panel's dq.
+    std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[panels.size() + 1]);
+    for (size_t i = 0; i < panels.size(); ++i) done[i].store(0, std::memory_order_relaxed);
+    parallel_tasks(int64_t(tasks.size()), s.threads, [&](int64_t i, int) {
+      run_task(units[tasks[i].unit], documents.k[tasks[i].run], tasks[i].number, done.get());
+    });
   }
 
-  void add_tasks(const Unit& unit, int64_t index, std::vector<Task>& tasks) const {
-    const Sequence sequence = sequence_at(s, unit.z);
-    const Visible visible(s, sequence);
-    const int64_t blocks = (sequence.k_len + kKeyBlock - 1) / kKeyBlock;
+  void add_tasks(const Document& document, int64_t unit, std::vector<Task>& tasks) const {
     int64_t left = 0;
-    for (int64_t block = blocks - 1; block >= 0; --block) {
-      const int64_t k0 = block * kKeyBlock, k1 = std::min(k0 + kKeyBlock, sequence.k_len);
-      const int64_t q0 = std::max<int64_t>(0, visible.first_query(k0));
-      const int64_t q1 = std::min(sequence.q_len - 1, visible.last_query(k1 - 1));
-      left += std::max<int64_t>(0, q1 - q0 + 1) * (k1 - k0) + 1;  // + 1: strictly more than what comes after
-      tasks.push_back({index, block, left});
+    for (int64_t run = document.k_end - 1; run >= document.k_begin; --run) {
+      const Run& keys = documents.k[run];
+      for (int64_t number = (keys.length - 1) / kKeyBlock; number >= 0 && keys.length > 0; --number) {
+        const int64_t pairs = pairs_of(document, keys, number);
+        if (pairs == 0 && a.accumulate) continue;  // nothing to add
+        left += pairs + 1;                         // + 1: strictly more than what comes after
+        tasks.push_back({unit, run, number, left});
+      }
     }
   }
 
-  Panel<C> panel_at(const Unit& unit, int64_t index) const {
-    const int64_t q0 = index % unit.panels * W;
-    return Panel<C>(layout, static_cast<C*>(a.workspace) + (unit.first_panel + index) * layout.panel_size(), q0,
-                    std::min<int64_t>(W, sequence_at(s, unit.z).q_len - q0));
+  // About how many (query, key) pairs a block of keys has; not 0 if any panel will be visited.
+  int64_t pairs_of(const Document& document, const Run& keys, int64_t number) const {
+    const int64_t k0 = number * kKeyBlock, k1 = std::min(k0 + kKeyBlock, keys.length);
+    int64_t queries = 0;
+    for (int64_t run = document.q_begin; run < document.q_end; ++run) {
+      const Visible visible(s, documents.q[run], keys);
+      const int64_t q0 = std::max<int64_t>(0, visible.first_query(k0));
+      const int64_t q1 = std::min(documents.q[run].length - 1, visible.last_query(k1 - 1));
+      if (q0 / W * W <= q1) queries += std::max<int64_t>(1, q1 - q0 + 1);
+    }
+    return queries * (k1 - k0);
+  }
+
+  const Document& document_of(const Unit& unit) const { return documents.list[unit.document]; }
+
+  int64_t panel_index(const Unit& unit, int64_t head, const Run& queries, int64_t number) const {
+    return unit.first_panel + head * document_of(unit).panels + queries.before + number;
+  }
+
+  Panel<C> panel_at(const Unit& unit, int64_t head, const Run& queries, int64_t number) const {
+    C* base = static_cast<C*>(a.workspace) + panel_index(unit, head, queries, number) * layout.panel_size();
+    return Panel<C>(layout, base, number * W, std::min<int64_t>(W, queries.length - number * W));
+  }
+
+  // Blocks of keys that add to a panel: how many lie before block `number` of `keys`, and how many there are.
+  struct Turn {
+    int64_t mine, all;
+  };
+  Turn turn_of(const Document& document, const Run& queries, const Panel<C>& panel, const Run* keys,
+               int64_t number) const {
+    Turn turn{0, 0};
+    for (int64_t run = document.k_begin; run < document.k_end; ++run) {
+      const Rows blocks = Visible(s, queries, documents.k[run]).blocks(panel.q0, panel.q0 + panel.lanes - 1);
+      if (&documents.k[run] == keys) turn.mine = turn.all + number - blocks.begin;
+      turn.all += blocks.end - blocks.begin;
+    }
+    return turn;
   }
 
   static const T* row_at(const Strided& x, int64_t batch, int64_t row, int64_t head) {
@@ -213,21 +259,32 @@ struct Backward {
   }
 
   // Packs a panel of queries; returns its part of the sink's gradient.
-  C prepare(const Unit& unit, int64_t index) const {
-    const Sequence sequence = sequence_at(s, unit.z);
-    const Visible visible(s, sequence);
-    const Panel<C> panel = panel_at(unit, index);
-    const int64_t head = unit.kv * group + index / unit.panels, row = sequence.q_start + panel.q0;
-    const int64_t lse_row = (sequence.batch * s.heads_q + head) * s.rows_q + row;
-    const C* lse = static_cast<const C*>(a.lse) + lse_row;
-    const C* dlse = a.dlse ? static_cast<const C*>(a.dlse) + lse_row : nullptr;
+  C prepare(const Unit& unit, int64_t member, const Run& queries, int64_t number) const {
+    const Panel<C> panel = panel_at(unit, member, queries, number);
+    const int64_t head = unit.kv * group + member, row = queries.row + panel.q0;
+    if (turn_of(document_of(unit), queries, panel, nullptr, 0).all == 0) {  // no block of keys will come by
+      for (int64_t i = 0; i < panel.lanes && !a.accumulate; ++i)
+        std::fill_n(dq_at<T>(queries.batch, row + i, head), s.head_size, T{});
+      return 0;
+    }
+    pack_rows<T, C>(row_at(a.q, queries.batch, row, head), a.q.row, panel.lanes, W, s.head_size, layout.width,
+                    panel.q_rows);
+    pack_rows<T, C>(row_at(a.dout, queries.batch, row, head), a.dout.row, panel.lanes, W, s.value_size,
+                    layout.value_width, panel.dout_rows);
+    const C dsink = take_statistics(queries, head, panel);
+    transpose<C>(panel.q_rows, layout.width, W, layout.depth, C(query_factor(s)), panel.q, W);
+    transpose<C>(panel.dout_rows, layout.value_width, W, layout.value_depth, C(1), panel.dout, W);
+    return dsink;
+  }
+
+  // lse and delta of a panel.
+  C take_statistics(const Run& queries, int64_t head, const Panel<C>& panel) const {
+    const int64_t row = queries.row + panel.q0, place = (queries.batch * s.heads_q + head) * s.rows_q + row;
+    const C* lse = static_cast<const C*>(a.lse) + place;
+    const C* dlse = a.dlse ? static_cast<const C*>(a.dlse) + place : nullptr;
+    const C* delta = a.delta ? static_cast<const C*>(a.delta) + place : nullptr;
     const C infinity = std::numeric_limits<C>::infinity();
     const C sink = s.sinks ? static_cast<const C*>(s.sinks)[head] * C(kLog2E) : C(0);
-
-    pack_rows<T, C>(row_at(a.q, sequence.batch, row, head), a.q.row, panel.lanes, W, s.head_size, layout.width,
-                    panel.q_rows);
-    pack_rows<T, C>(row_at(a.dout, sequence.batch, row, head), a.dout.row, panel.lanes, W, s.value_size,
-                    layout.value_width, panel.dout_rows);
     std::fill(panel.lse, panel.lse + W, infinity);
     std::fill(panel.delta, panel.delta + W, C(0));
     C dsink = 0;
@@ -238,97 +295,128 @@ struct Backward {
         continue;
       }
       panel.lse[i] = lse[i] * C(kLog2E);
-      panel.delta[i] = dot(row_at(a.out, sequence.batch, row + i, head), dout) - (dlse ? dlse[i] : C(0));
+      panel.delta[i] = delta ? delta[i]
+                             : row_dot<T, T>(row_at(a.out, queries.batch, row + i, head),
+                                             row_at(a.dout, queries.batch, row + i, head), s.value_size) -
+                                   (dlse ? dlse[i] : C(0));
       if (s.sinks) dsink -= std::exp2(std::min(sink - panel.lse[i], C(0))) * panel.delta[i];
     }
-    transpose<C>(panel.q_rows, layout.width, W, layout.depth, C(query_factor(s)), panel.q, W);
-    transpose<C>(panel.dout_rows, layout.value_width, W, layout.value_depth, C(1), panel.dout, W);
-    if (visible.lo(panel.q0) >= visible.hi(panel.q0 + panel.lanes - 1))  // no block of keys will write it
-      for (int64_t i = 0; i < panel.lanes; ++i)
-        std::fill_n(dq_at(sequence.batch, row + i, head), s.head_size, T{});
     return dsink;
   }
 
-  C dot(const T* out, const C* dout) const {
-    constexpr int L = Vec<C>::size;
-    vec_t<C> sum = zero<C>();
-    int64_t j = 0;
-    for (; j + L <= s.value_size; j += L) sum += load(out + j) * load(dout + j);
-    C total = horizontal_sum<C>(sum);
-    for (; j < s.value_size; ++j) total += C(widen(out[j])) * dout[j];
-    return total;
-  }
-
-  void run_task(const Unit& unit, int64_t index, std::atomic<int64_t>* done) const {
+  void run_task(const Unit& unit, const Run& keys, int64_t number, std::atomic<int64_t>* done) const {
     static thread_local Scratch scratch;
-    const Sequence sequence = sequence_at(s, unit.z);
-    const Visible visible(s, sequence);
-    const int64_t k0 = index * kKeyBlock, count = std::min(kKeyBlock, sequence.k_len - k0);
+    const Document& document = document_of(unit);
+    const int64_t k0 = number * kKeyBlock, count = std::min(kKeyBlock, keys.length - k0);
     C* k = scratch.get<C>(layout.task_size());
     C *v = k + layout.depth * kKeyBlock, *dk = v + layout.value_depth * kKeyBlock;
     C *dv = dk + layout.width * kKeyBlock, *p = dv + layout.value_width * kKeyBlock, *ds = p + W * kKeyBlock;
     const KeyBlock<C> block{k0, count, k, v, dk, dv, p, ds};
-    pack_columns<T, C>(row_at(a.k, sequence.batch, sequence.k_start + k0, unit.kv), a.k.row, count, s.head_size, k);
-    pack_columns<T, C>(row_at(a.v, sequence.batch, sequence.k_start + k0, unit.kv), a.v.row, count, s.value_size, v);
+    pack_columns<T, C>(row_at(a.k, keys.batch, keys.row + k0, unit.kv), a.k.row, count, s.head_size, k);
+    pack_columns<T, C>(row_at(a.v, keys.batch, keys.row + k0, unit.kv), a.v.row, count, s.value_size, v);
     std::fill(dk, p, C(0));
 
-    const int64_t q0 = std::max<int64_t>(0, visible.first_query(k0));
-    const int64_t q1 = std::min(sequence.q_len - 1, visible.last_query(k0 + count - 1));
-    for (int64_t h = 0; h < group; ++h)
-      for (int64_t i = q0 / W; i * W <= q1; ++i) {
-        const Panel<C> panel = panel_at(unit, h * unit.panels + i);
-        with_vectors<C>(panel.lanes, [&](auto nv) {
-          visit<nv>(visible, block, panel, done[unit.first_panel + h * unit.panels + i]);
-        });
-        if (visible.hi(panel.q0 + panel.lanes - 1) <= k0 + count) write_dq(sequence, unit.kv * group + h, panel);
+    for (int64_t head = 0; head < group; ++head)
+      for (int64_t run = document.q_begin; run < document.q_end; ++run) {
+        const Run& queries = documents.q[run];
+        const Visible visible(s, queries, keys);
+        const int64_t q0 = std::max<int64_t>(0, visible.first_query(k0));
+        const int64_t q1 = std::min(queries.length - 1, visible.last_query(k0 + count - 1));
+        for (int64_t i = q0 / W; i * W <= q1; ++i) {
+          const Panel<C> panel = panel_at(unit, head, queries, i);
+          const Rows blocks = visible.blocks(panel.q0, panel.q0 + panel.lanes - 1);
+          if (number < blocks.begin || number >= blocks.end) continue;  // between two keys of a wide stride
+          with_vectors<C>(panel.lanes, [&](auto nv) { visit<nv>(visible, block, panel); });
+          if (!a.dq) continue;
+          const Turn turn = turn_of(document, queries, panel, &keys, number);
+          with_vectors<C>(panel.lanes, [&](auto nv) {
+            add_dq<nv>(visible, block, panel, turn.mine, done[panel_index(unit, head, queries, i)]);
+          });
+          if (turn.mine == turn.all - 1) write_dq(queries, unit.kv * group + head, panel);
+        }
       }
     for (int64_t r = 0; r < count; ++r) {
-      const int64_t row = (sequence.batch * s.rows_k + sequence.k_start + k0 + r) * s.heads_k + unit.kv;
-      narrow_row<T, C>(dk + r * layout.width, C(s.scale), s.head_size, static_cast<T*>(a.dk) + row * s.head_size);
-      narrow_row<T, C>(dv + r * layout.value_width, C(1), s.value_size, static_cast<T*>(a.dv) + row * s.value_size);
+      const int64_t row = (keys.batch * s.rows_k + keys.row + k0 + r) * s.heads_k + unit.kv;
+      write_gradient(dk + r * layout.width, C(s.scale), s.head_size, a.dk, row * s.head_size);
+      write_gradient(dv + r * layout.value_width, C(1), s.value_size, a.dv, row * s.value_size);
     }
   }
 
-  // One panel of queries against one block of keys.
+  // values * factor, to their place in a gradient: rounded, or added.
+  void write_gradient(const C* values, C factor, int64_t width, void* gradient, int64_t place) const {
+    if (!gradient) return;
+    if (!a.accumulate) return narrow_row<T, C>(values, factor, width, static_cast<T*>(gradient) + place);
+    C* sum = static_cast<C*>(gradient) + place;
+    for (int64_t j = 0; j < width; ++j) sum[j] += values[j] * factor;
+  }
+
+  // The keys of a block that a panel sees, counted within the block.
+  Rows keys_seen(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel) const {
+    return {std::max(block.k0, visible.lo(panel.q0)) - block.k0,
+            std::min(block.k0 + block.count, visible.hi(panel.q0 + panel.lanes - 1)) - block.k0};
+  }
+
+  // One panel of queries against one block of keys: P, dS, and their parts of dV and dK.
   template <int NV>
-  void visit(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel,
-             std::atomic<int64_t>& done) const {
-    const int64_t first_key = visible.lo(panel.q0);
-    const int64_t lo = std::max(block.k0, first_key) - block.k0;
-    const int64_t hi = std::min(block.k0 + block.count, visible.hi(panel.q0 + panel.lanes - 1)) - block.k0;
-    const int64_t begin = lo / kRows * kRows, end = ceil_to(hi, kRows);
+  void visit(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel) const {
+    const Rows keys = keys_seen(visible, block, panel);
+    const int64_t begin = keys.begin / kRows * kRows, end = ceil_to(keys.end, kRows);
     columns_times_panel<C, NV>(block.k, begin, end, layout.depth, panel.q, block.p);
     columns_times_panel<C, NV>(block.v, begin, end, layout.value_depth, panel.dout, block.ds);
     score_gradients<C, NV>(visible, block, panel, C(s.softcap), begin, end);
-    scores_times_rows<C>(block.p, begin, end, panel.lanes, panel.dout_rows, layout.value_width, block.dv);
-    scores_times_rows<C>(block.ds, begin, end, panel.lanes, panel.q_rows, layout.width, block.dk);
-
-    const int64_t number = block.k0 / kKeyBlock;
-    const bool first = number == first_key / kKeyBlock;
-    if (!first)
-      for (int spins = 0; done.load(std::memory_order_acquire) < number - 1; ++spins)
-        if (spins > 100) sched_yield();
-    columns_transposed_times_scores<C, NV>(block.k, layout.depth, lo, hi, block.ds, panel.dq, !first);
-    done.store(number, std::memory_order_release);
+    if (a.dv) scores_times_rows<C>(block.p, begin, end, panel.lanes, panel.dout_rows, layout.value_width, block.dv);
+    if (a.dk) scores_times_rows<C>(block.ds, begin, end, panel.lanes, panel.q_rows, layout.width, block.dk);
   }
 
-  void write_dq(const Sequence& sequence, int64_t head, const Panel<C>& panel) const {
+  template <int NV>
+  void add_dq(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel, int64_t turn,
+              std::atomic<int64_t>& done) const {
+    const Rows keys = keys_seen(visible, block, panel);
+    for (int spins = 0; done.load(std::memory_order_acquire) < turn; ++spins)
+      if (spins > 100) sched_yield();
+    columns_transposed_times_scores<C, NV>(block.k, layout.depth, keys.begin, keys.end, block.ds, panel.dq, turn > 0);
+    done.store(turn + 1, std::memory_order_release);
+  }
+
+  void write_dq(const Run& queries, int64_t head, const Panel<C>& panel) const {
     alignas(64) C rows[kLanes<C> * 256];
     transpose<C>(panel.dq, W, layout.depth, panel.lanes, C(s.scale), rows, layout.depth);
     for (int64_t i = 0; i < panel.lanes; ++i)
-      narrow_row<T, C>(rows + i * layout.depth, C(1), s.head_size,
-                       dq_at(sequence.batch, sequence.q_start + panel.q0 + i, head));
+      write_gradient(rows + i * layout.depth, C(1), s.head_size, a.dq,
+                     dq_index(queries.batch, queries.row + panel.q0 + i, head));
   }
 
-  T* dq_at(int64_t batch, int64_t row, int64_t head) const {
-    return static_cast<T*>(a.dq) + ((batch * s.rows_q + row) * s.heads_q + head) * s.head_size;
+  int64_t dq_index(int64_t batch, int64_t row, int64_t head) const {
+    return ((batch * s.rows_q + row) * s.heads_q + head) * s.head_size;
+  }
+  template <class U>
+  U* dq_at(int64_t batch, int64_t row, int64_t head) const {
+    return static_cast<U*>(a.dq) + dq_index(batch, row, head);
   }
 
   // Packed rows outside every document.
-  static void zero_rows(void* data, int64_t width, int64_t begin, int64_t end) {
-    if (begin < end) std::fill_n(static_cast<T*>(data) + begin * width, (end - begin) * width, T{});
+  static void zero_rows(void* data, int64_t width, const Rows& rows) {
+    if (rows.begin < rows.end)
+      std::fill_n(static_cast<T*>(data) + rows.begin * width, (rows.end - rows.begin) * width, T{});
   }
 };
+
+template <class T, class U>
+void delta_rows(const AttentionDelta& a) {
+  using C = compute_t<T>;
+  const U* out = static_cast<const U*>(a.out.data);
+  const T* dout = static_cast<const T*>(a.dout.data);
+  const C* dlse = static_cast<const C*>(a.dlse);
+  parallel_ranges(a.rows, 64, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t head = 0; head < a.heads_q; ++head) {
+        const C sum = row_dot<U, T>(out + row * a.out.row + head * a.out.head,
+                                    dout + row * a.dout.row + head * a.dout.head, a.value_size);
+        const int64_t place = head * a.rows + row;
+        static_cast<C*>(a.delta)[place] = sum - (dlse ? dlse[place] : C(0));
+      }
+  });
+}
 
 }  // namespace
 
@@ -344,6 +432,13 @@ int64_t attention_backward_workspace(const AttentionShape& s) {
 
 void attention_backward(const AttentionBackward& a) {
   with_dtype(a.shape.dtype, [&](auto* tag) { Backward<std::decay_t<decltype(*tag)>>{a}.run(); });
+}
+
+void attention_delta(const AttentionDelta& a) {
+  with_dtype(a.dtype, [&](auto* tag) {
+    using T = std::decay_t<decltype(*tag)>;
+    a.wide_out ? delta_rows<T, compute_t<T>>(a) : delta_rows<T, T>(a);
+  });
 }
 
 }  // namespace pyfast

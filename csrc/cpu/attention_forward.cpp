@@ -8,8 +8,8 @@
 //   O^T = O^T 2^(m - m') + V^T P^T
 //
 // and finally out = O / l, lse = m + log l. A query's numbers depend on the blocks of keys only (which start at
-// multiples of kKeyBlock in its sequence), never on which queries or heads share its task: the same bits for any number
-// of threads.
+// multiples of kKeyBlock in their run), never on which queries or heads share its task: the same bits for any number
+// of threads. The attention over earlier keys is carried on by starting from O = out, m = lse, l = 1.
 #include <vector>
 
 #include "attention_pack.h"
@@ -23,15 +23,15 @@ namespace {
 constexpr int64_t kTaskLanes = 192;  // queries x heads a task holds: their Q and O must stay in L2 beside K and V
 
 struct Unit {
-  int64_t z, kv;
+  int64_t document, kv;
   int64_t first_block;  // of its blocks of keys, within the chunk
 };
 
 struct Task {
-  int64_t unit;
+  int64_t unit, run;    // of the queries
   int64_t head, heads;  // query heads [head, head + heads)
-  int64_t q0, q1;          // queries of sequence z
-  int64_t cost;            // visible (query, key) pairs, about
+  int64_t q0, q1;       // queries of the run
+  int64_t cost;         // visible (query, key) pairs, about
 };
 
 void longest_first(std::vector<Task>& tasks) {
@@ -113,43 +113,60 @@ struct Forward {
   static constexpr int W = kLanes<C>;
   const AttentionForward& a;
   const AttentionShape& s = a.shape;
+  const Documents documents{s, W};
   const int64_t depth = ceil_to(s.head_size, kRows), value_width = ceil_to(s.value_size, kRows);
-  const int64_t group = s.heads_q / s.heads_k;
+  const int64_t group = s.heads_q / s.heads_k, all_units = int64_t(documents.list.size()) * s.heads_k;
 
   int64_t panel_size() const { return (depth + value_width + 2) * W; }
   int64_t block_size() const { return (depth + value_width) * kKeyBlock; }
-
-  int64_t blocks_of(int64_t z) const { return (sequence_at(s, z).k_len + kKeyBlock - 1) / kKeyBlock; }
-  int64_t bytes_of(int64_t z) const { return blocks_of(z) * block_size() * int64_t(sizeof(C)); }
+  int64_t bytes_of(int64_t document) const {
+    return documents.list[document].blocks * block_size() * int64_t(sizeof(C));
+  }
   int64_t workspace_bytes() const {
-    return workspace_of_chunks(s, [&](int64_t z) { return bytes_of(z); });
+    return workspace_of_chunks(s.heads_k, all_units, [&](int64_t document) { return bytes_of(document); });
   }
 
   void run() const {
-    for (int64_t first = 0, last; first < s.batch * s.heads_k; first = last) {
-      last = chunk_end(s, first, [&](int64_t z) { return bytes_of(z); });
+    for (int64_t first = 0, last; first < all_units; first = last) {
+      last = chunk_end(s.heads_k, all_units, first, [&](int64_t document) { return bytes_of(document); });
       run_chunk(first, last);
     }
-    if (s.cu_q) {
-      empty_rows(0, s.cu_q[0]);
-      empty_rows(s.cu_q[s.batch], s.rows_q);
-    }
+    if (!a.resume)
+      for (const Rows& rows : documents.loose_q) empty_rows(rows.begin, rows.end);
   }
+
+  struct Block {
+    int64_t unit, run, number;  // number within the run
+  };
 
   void run_chunk(int64_t first, int64_t last) const {
     std::vector<Unit> units;
-    std::vector<int32_t> unit_of_block;
+    std::vector<Block> blocks;
+    int64_t place = 0;
     for (int64_t unit = first; unit < last; ++unit) {
-      units.push_back({unit / s.heads_k, unit % s.heads_k, int64_t(unit_of_block.size())});
-      unit_of_block.resize(unit_of_block.size() + blocks_of(unit / s.heads_k), int32_t(unit - first));
+      const Document& document = documents.list[unit / s.heads_k];
+      units.push_back({unit / s.heads_k, unit % s.heads_k, place});
+      place += document.blocks;
+      for (int64_t run = document.k_begin; run < document.k_end; ++run)
+        for (int64_t number = 0; number * kKeyBlock < documents.k[run].length; ++number)
+          if (seen(document, documents.k[run], number)) blocks.push_back({unit - first, run, number});
     }
-    parallel_tasks(int64_t(unit_of_block.size()), s.threads, [&](int64_t block, int) {
-      const Unit& unit = units[unit_of_block[block]];
-      pack_block(unit, block - unit.first_block);
+    parallel_tasks(int64_t(blocks.size()), s.threads, [&](int64_t i, int) {
+      pack_block(units[blocks[i].unit], documents.k[blocks[i].run], blocks[i].number);
     });
     const std::vector<Task> list = tasks(units);
     parallel_tasks(int64_t(list.size()), s.threads,
                    [&](int64_t index, int) { run_task(units[list[index].unit], list[index]); });
+  }
+
+  // Whether a block of keys is seen by any query of its document.
+  bool seen(const Document& document, const Run& keys, int64_t number) const {
+    for (int64_t run = document.q_begin; run < document.q_end; ++run) {
+      if (documents.q[run].length == 0) continue;
+      const Rows blocks = Visible(s, documents.q[run], keys).blocks(0, documents.q[run].length - 1);
+      if (number >= blocks.begin && number < blocks.end) return true;
+    }
+    return false;
   }
 
   std::vector<Task> tasks(const std::vector<Unit>& units) const {
@@ -161,37 +178,47 @@ struct Forward {
       rows = std::max<int64_t>(1, rows / W / 2) * W;
     std::vector<Task> list;
     for (size_t u = 0; u < units.size(); ++u) {
-      const Sequence sequence = sequence_at(s, units[u].z);
-      const Visible visible(s, sequence);
-      for (int64_t q0 = 0; q0 < sequence.q_len; q0 += rows) {
-        const int64_t q1 = std::min(q0 + rows, sequence.q_len);
-        const int64_t cost = (q1 - q0) * std::max<int64_t>(0, visible.hi(q1 - 1) - visible.lo(q0));
-        for (int64_t first = 0; first < group; first += heads)
-          list.push_back(
-              {int64_t(u), units[u].kv * group + first, std::min(heads, group - first), q0, q1, cost});
-      }
+      const Document& document = documents.list[units[u].document];
+      for (int64_t run = document.q_begin; run < document.q_end; ++run)
+        for (int64_t q0 = 0; q0 < documents.q[run].length; q0 += rows) {
+          const int64_t q1 = std::min(q0 + rows, documents.q[run].length);
+          const int64_t cost = pairs(document, documents.q[run], q0, q1);
+          if (cost == 0 && a.resume && !s.sinks) continue;  // nothing to add
+          for (int64_t first = 0; first < group; first += heads)
+            list.push_back(
+                {int64_t(u), run, units[u].kv * group + first, std::min(heads, group - first), q0, q1, cost});
+        }
     }
     longest_first(list);
     return list;
   }
 
-  KeyBlock<C> block_at(const Unit& unit, int64_t index, int64_t k_len) const {
-    C* k = static_cast<C*>(a.workspace) + (unit.first_block + index) * block_size();
-    return {index * kKeyBlock, std::min(kKeyBlock, k_len - index * kKeyBlock), k, k + depth * kKeyBlock};
+  // About how many (query, key) pairs queries [q0, q1) of a run see; 0 exactly if there are none.
+  int64_t pairs(const Document& document, const Run& queries, int64_t q0, int64_t q1) const {
+    int64_t keys = 0;
+    for (int64_t run = document.k_begin; run < document.k_end; ++run) {
+      const Visible visible(s, queries, documents.k[run]);
+      keys += std::max<int64_t>(0, visible.hi(q1 - 1) - visible.lo(q0));
+    }
+    return (q1 - q0) * keys;
   }
 
-  void pack_block(const Unit& unit, int64_t index) const {
-    const Sequence sequence = sequence_at(s, unit.z);
-    const KeyBlock<C> block = block_at(unit, index, sequence.k_len);
-    const int64_t row = sequence.k_start + block.k0;
-    pack_columns<T, C>(row_at(a.k, sequence.batch, row, unit.kv), a.k.row, block.count, s.head_size, block.k);
-    pack_columns<T, C>(row_at(a.v, sequence.batch, row, unit.kv), a.v.row, block.count, s.value_size, block.v);
+  KeyBlock<C> block_at(const Unit& unit, const Run& keys, int64_t number) const {
+    C* k = static_cast<C*>(a.workspace) + (unit.first_block + keys.before + number) * block_size();
+    return {number * kKeyBlock, std::min(kKeyBlock, keys.length - number * kKeyBlock), k, k + depth * kKeyBlock};
+  }
+
+  void pack_block(const Unit& unit, const Run& keys, int64_t number) const {
+    const KeyBlock<C> block = block_at(unit, keys, number);
+    const int64_t row = keys.row + block.k0;
+    pack_columns<T, C>(row_at(a.k, keys.batch, row, unit.kv), a.k.row, block.count, s.head_size, block.k);
+    pack_columns<T, C>(row_at(a.v, keys.batch, row, unit.kv), a.v.row, block.count, s.value_size, block.v);
   }
 
   void run_task(const Unit& unit, const Task& task) const {
     static thread_local Scratch scratch;
-    const Sequence sequence = sequence_at(s, unit.z);
-    const Visible visible(s, sequence);
+    const Document& document = documents.list[unit.document];
+    const Run& queries = documents.q[task.run];
     const int64_t panels = (task.q1 - task.q0 + W - 1) / W;
     C* scores = scratch.get<C>(panels * task.heads * panel_size() + kKeyBlock * W);
     C* states = scores + kKeyBlock * W;
@@ -202,51 +229,105 @@ struct Forward {
                       base + (depth + value_width + 1) * W};
     };
     for (int64_t h = 0; h < task.heads; ++h)
-      for (int64_t p = 0; p < panels; ++p) start(sequence, task.head + h, panel_at(h, p));
+      for (int64_t p = 0; p < panels; ++p)
+        if (touched(document, queries, panel_at(h, p))) start(queries, task.head + h, panel_at(h, p));
 
-    const int64_t lo = visible.lo(task.q0), hi = visible.hi(task.q1 - 1);
-    for (int64_t k0 = lo / kKeyBlock * kKeyBlock; k0 < hi; k0 += kKeyBlock) {
-      const KeyBlock<C> block = block_at(unit, k0 / kKeyBlock, sequence.k_len);
-      for (int64_t h = 0; h < task.heads; ++h)
-        for (int64_t p = 0; p < panels; ++p) {
-          const Panel<C> panel = panel_at(h, p);
-          const int64_t from = std::max(k0, visible.lo(panel.q0));
-          const int64_t to = std::min(k0 + block.count, visible.hi(panel.q0 + panel.lanes - 1));
-          if (from >= to) continue;
-          with_vectors<C>(panel.lanes, [&](auto nv) {
-            attend<C, nv>(visible, block, panel, depth, value_width, C(s.softcap), from, to, scores);
-          });
-        }
+    for (int64_t run = document.k_begin; run < document.k_end; ++run) {
+      const Visible visible(s, queries, documents.k[run]);
+      const Rows blocks = visible.blocks(task.q0, task.q1 - 1);
+      for (int64_t number = blocks.begin; number < blocks.end; ++number) {
+        const KeyBlock<C> block = block_at(unit, documents.k[run], number);
+        for (int64_t h = 0; h < task.heads; ++h)
+          for (int64_t p = 0; p < panels; ++p) {
+            const Panel<C> panel = panel_at(h, p);
+            const int64_t from = std::max(block.k0, visible.lo(panel.q0));
+            const int64_t to = std::min(block.k0 + block.count, visible.hi(panel.q0 + panel.lanes - 1));
+            if (from >= to) continue;
+            with_vectors<C>(panel.lanes, [&](auto nv) {
+              attend<C, nv>(visible, block, panel, depth, value_width, C(s.softcap), from, to, scores);
+            });
+          }
+      }
     }
     for (int64_t h = 0; h < task.heads; ++h)
-      for (int64_t p = 0; p < panels; ++p) finish(visible, sequence, task.head + h, panel_at(h, p));
+      for (int64_t p = 0; p < panels; ++p)
+        if (touched(document, queries, panel_at(h, p))) finish(document, queries, task.head + h, panel_at(h, p));
+  }
+
+  // A panel to which nothing is added keeps its state bit for bit, whatever else its task does.
+  bool touched(const Document& document, const Run& queries, const Panel<C>& panel) const {
+    if (!a.resume || s.sinks) return true;
+    for (int64_t run = document.k_begin; run < document.k_end; ++run) {
+      const Rows blocks = Visible(s, queries, documents.k[run]).blocks(panel.q0, panel.q0 + panel.lanes - 1);
+      if (blocks.begin < blocks.end) return true;
+    }
+    return false;
   }
 
   static const T* row_at(const Strided& x, int64_t batch, int64_t row, int64_t head) {
     return static_cast<const T*>(x.data) + batch * x.batch + row * x.row + head * x.head;
   }
 
-  // Q^T packed and scaled; nothing summed yet, or the sink: one more logit that has no value.
-  void start(const Sequence& sequence, int64_t head, const Panel<C>& panel) const {
+  // Q^T packed and scaled, and what is summed already.
+  void start(const Run& queries, int64_t head, const Panel<C>& panel) const {
     alignas(64) C rows[kLanes<C> * 256];
-    pack_rows<T, C>(row_at(a.q, sequence.batch, sequence.q_start + panel.q0, head), a.q.row, panel.lanes, W,
-                    s.head_size, depth, rows);
+    pack_rows<T, C>(row_at(a.q, queries.batch, queries.row + panel.q0, head), a.q.row, panel.lanes, W, s.head_size,
+                    depth, rows);
     transpose<C>(rows, depth, W, depth, C(query_factor(s)), panel.q, W);
     std::fill(panel.o, panel.o + value_width * W, C(0));
-    const C* sinks = static_cast<const C*>(s.sinks);
-    std::fill(panel.m, panel.m + W, sinks ? sinks[head] * C(kLog2E) : -std::numeric_limits<C>::infinity());
-    std::fill(panel.l, panel.l + W, sinks ? C(1) : C(0));
+    std::fill(panel.m, panel.m + W, -std::numeric_limits<C>::infinity());
+    std::fill(panel.l, panel.l + W, C(0));
+    if (a.resume) take_state(queries, head, panel);
+    if (s.sinks) take_sink(static_cast<const C*>(s.sinks)[head] * C(kLog2E), panel);
   }
 
-  void finish(const Visible& visible, const Sequence& sequence, int64_t head, const Panel<C>& panel) const {
-    constexpr int L = Vec<C>::size;
-    const C infinity = std::numeric_limits<C>::infinity();
-    alignas(64) C share[W];
-    C* lse = lse_at(sequence.batch, head, sequence.q_start + panel.q0);
+  void take_state(const Run& queries, int64_t head, const Panel<C>& panel) const {
+    alignas(64) C rows[kLanes<C> * 256];
+    const int64_t row = queries.row + panel.q0;
+    const C* lse = lse_at(queries.batch, head, row);
+    std::fill(rows, rows + W * value_width, C(0));
     for (int64_t i = 0; i < panel.lanes; ++i) {
-      const bool none = visible.none(panel.q0 + i) || panel.l[i] == C(0);
+      if (lse[i] == -std::numeric_limits<C>::infinity()) continue;
+      std::copy_n(wide_at(queries.batch, row + i, head), s.value_size, rows + i * value_width);
+      panel.m[i] = lse[i] * C(kLog2E);
+      panel.l[i] = C(1);
+    }
+    transpose<C>(rows, value_width, W, value_width, C(1), panel.o, W);
+  }
+
+  // One more logit that has no value.
+  void take_sink(C sink, const Panel<C>& panel) const {
+    alignas(64) C shrink[W];
+    if (sink == -std::numeric_limits<C>::infinity()) return;
+    for (int64_t i = 0; i < W; ++i) {
+      const C top = std::max(panel.m[i], sink);
+      shrink[i] = std::exp2(panel.m[i] - top);
+      panel.l[i] = panel.l[i] * shrink[i] + std::exp2(sink - top);
+      panel.m[i] = top;
+    }
+    if (!a.resume) return;  // O is 0
+    for (int64_t d = 0; d < value_width; ++d)
+      for (int64_t i = 0; i < W; ++i) panel.o[d * W + i] *= shrink[i];
+  }
+
+  // Whether a query has seen any key, now or, if it is carried on, earlier.
+  bool sees_a_key(const Document& document, const Run& queries, int64_t i, C earlier_lse) const {
+    if (a.resume && earlier_lse > -std::numeric_limits<C>::infinity()) return true;
+    for (int64_t run = document.k_begin; run < document.k_end; ++run)
+      if (!Visible(s, queries, documents.k[run]).none(i)) return true;
+    return false;
+  }
+
+  void finish(const Document& document, const Run& queries, int64_t head, const Panel<C>& panel) const {
+    constexpr int L = Vec<C>::size;
+    alignas(64) C share[W];
+    const int64_t row = queries.row + panel.q0;
+    C* lse = lse_at(queries.batch, head, row);
+    for (int64_t i = 0; i < panel.lanes; ++i) {
+      // A sink alone is not enough: without keys there is no output that it could take a part of.
+      const bool none = panel.l[i] == C(0) || (s.sinks && !sees_a_key(document, queries, panel.q0 + i, lse[i]));
       share[i] = none ? C(0) : C(1) / panel.l[i];
-      lse[i] = none ? -infinity : panel.m[i] * C(kLn2) + std::log(panel.l[i]);
+      lse[i] = none ? -std::numeric_limits<C>::infinity() : panel.m[i] * C(kLn2) + std::log(panel.l[i]);
     }
     std::fill(share + panel.lanes, share + W, C(0));
     for (int64_t d = 0; d < value_width; ++d)
@@ -258,12 +339,20 @@ struct Forward {
     alignas(64) C rows[kLanes<C> * 256];
     transpose<C>(panel.o, W, value_width, W, C(1), rows, value_width);
     for (int64_t i = 0; i < panel.lanes; ++i)
-      narrow_row<T, C>(rows + i * value_width, C(1), s.value_size,
-                       out_at(sequence.batch, sequence.q_start + panel.q0 + i, head));
+      if (a.wide)
+        std::copy_n(rows + i * value_width, s.value_size, wide_at(queries.batch, row + i, head));
+      else
+        narrow_row<T, C>(rows + i * value_width, C(1), s.value_size, out_at(queries.batch, row + i, head));
   }
 
+  int64_t out_index(int64_t batch, int64_t row, int64_t head) const {
+    return ((batch * s.rows_q + row) * s.heads_q + head) * s.value_size;
+  }
   T* out_at(int64_t batch, int64_t row, int64_t head) const {
-    return static_cast<T*>(a.out) + ((batch * s.rows_q + row) * s.heads_q + head) * s.value_size;
+    return static_cast<T*>(a.out) + out_index(batch, row, head);
+  }
+  C* wide_at(int64_t batch, int64_t row, int64_t head) const {
+    return static_cast<C*>(a.out) + out_index(batch, row, head);
   }
   C* lse_at(int64_t batch, int64_t head, int64_t row) const {
     return static_cast<C*>(a.lse) + (batch * s.heads_q + head) * s.rows_q + row;
@@ -272,7 +361,11 @@ struct Forward {
   // Packed rows outside every document.
   void empty_rows(int64_t begin, int64_t end) const {
     if (begin >= end) return;
-    std::fill_n(out_at(0, begin, 0), (end - begin) * s.heads_q * s.value_size, T{});
+    const int64_t size = (end - begin) * s.heads_q * s.value_size;
+    if (a.wide)
+      std::fill_n(wide_at(0, begin, 0), size, C(0));
+    else
+      std::fill_n(out_at(0, begin, 0), size, T{});
     for (int64_t head = 0; head < s.heads_q; ++head)
       std::fill(lse_at(0, head, begin), lse_at(0, head, end), -std::numeric_limits<C>::infinity());
   }

@@ -19,6 +19,7 @@ int64_t attention_forward_workspace(const AttentionShape&);
 void attention_forward(const AttentionForward&);
 int64_t attention_backward_workspace(const AttentionShape&);
 void attention_backward(const AttentionBackward&);
+void attention_delta(const AttentionDelta&);
 
 }  // namespace pyfast
 
@@ -40,6 +41,7 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::attention_forward,
       pyfast::attention_backward_workspace,
       pyfast::attention_backward,
+      pyfast::attention_delta,
   };
   pyfast::g_runtime = runtime;
   return &table;

@@ -12,7 +12,13 @@ import os
 import torch
 from torch import Tensor
 
-from pyfast.kernels.cpu_attention import attention_backward, attention_forward  # noqa: F401
+from pyfast.kernels.cpu_attention import (  # noqa: F401
+    attention_backward,
+    attention_delta,
+    attention_forward,
+    attention_state_backward,
+    attention_state_forward,
+)
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.errors import position_error
 from pyfast.kernels.extension import _C

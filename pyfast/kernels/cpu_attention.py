@@ -1,6 +1,9 @@
 """Attention on the C++ CPU kernels (csrc/cpu/attention_*.cpp): allocates results, passes addresses and strides.
 
-B batch, S sequence, T packed tokens, N heads (Nq, Nk), D head size. Arguments are checked by `pyfast.ops.attention`.
+B batch, S sequence, T packed tokens, N heads (Nq, Nk), D head size (Dv of the values). Arguments are checked by
+`pyfast.ops.attention`. The functions named `attention_state_*` go on from what earlier keys gave, between rows that
+runs describe (kernels/runs.py): one hop of a ring is one call, and every sum stays in the sum dtype (float32; float64
+for float64).
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ def attention_forward(
     lse = torch.empty(lse_shape(q), dtype=sum_dtype(q.dtype))
     sinks, cu_seqlens_q, cu_seqlens_k = _plain_arrays(q, sinks, cu_seqlens_q, cu_seqlens_k)
     options = (causal, window_left, window_right, scale, softcap)
-    shape = _shape(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, options)
+    shape = _shape(q, k, v, sinks, options, cu_seqlens=(cu_seqlens_q, cu_seqlens_k))
     workspace = torch.empty(_C.attention_forward_workspace(shape), dtype=torch.uint8)
     _C.attention_forward(
-        shape, _strided(q), _strided(k), _strided(v), out.data_ptr(), lse.data_ptr(), workspace.data_ptr()
+        shape, _strided(q), _strided(k), _strided(v), out.data_ptr(), lse.data_ptr(), False, False,
+        workspace.data_ptr(),
     )  # fmt: skip
     return out, lse
 
@@ -66,13 +70,111 @@ def attention_backward(
     dlse = None if dlse is None else dlse.contiguous()
     sinks, cu_seqlens_q, cu_seqlens_k = _plain_arrays(q, sinks, cu_seqlens_q, cu_seqlens_k)
     options = (causal, window_left, window_right, scale, softcap)
-    shape = _shape(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, options)
+    shape = _shape(q, k, v, sinks, options, cu_seqlens=(cu_seqlens_q, cu_seqlens_k))
     workspace = torch.empty(_C.attention_backward_workspace(shape), dtype=torch.uint8)
     _C.attention_backward(
         shape, _strided(q), _strided(k), _strided(v), _strided(out), _strided(dout), lse.data_ptr(), _address(dlse),
         dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), dsinks.data_ptr(), workspace.data_ptr(),
     )  # fmt: skip
     return dq, dk, dv, dsinks.to(sinks_dtype)
+
+
+def attention_state_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs_q: Tensor,
+    runs_k: Tensor,
+    causal: bool,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks: Tensor | None = None,
+    state: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(acc [Tq, Nq, Dv], lse [Nq, Tq]): attention over the keys of this call and those in `state`, in the sum dtype.
+
+    q [Tq, Nq, D], k [Tk, Nk, D], v [Tk, Nk, Dv], any strides. acc is normalised and not rounded; a query that has seen
+    no key has 0 and -inf. `state`, the result over earlier keys, is continued in place and returned. `sinks` [Nq] go to
+    exactly one of the calls, the last: a query that has seen no key by then takes no part of them.
+    """
+    wide = sum_dtype(q.dtype)
+    q, k, v, runs_q, runs_k = _rows(q), _rows(k), _rows(v), runs_q.contiguous(), runs_k.contiguous()
+    if state is None:
+        acc, lse = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide), q.new_empty(lse_shape(q), dtype=wide)
+    else:
+        acc, lse = (x.contiguous() for x in state)
+    sinks = None if sinks is None else sinks.to(wide).contiguous()
+    options = (causal, window_left, window_right, scale, softcap)
+    shape = _shape(q, k, v, sinks, options, runs=(runs_q, runs_k))
+    workspace = torch.empty(_C.attention_forward_workspace(shape), dtype=torch.uint8)
+    _C.attention_forward(
+        shape, _strided(q), _strided(k), _strided(v), acc.data_ptr(), lse.data_ptr(), True, state is not None,
+        workspace.data_ptr(),
+    )  # fmt: skip
+    return (acc, lse) if state is None else _put_back(state, (acc, lse))
+
+
+def attention_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """rowsum(out * dout) - dlse, [Nq, Tq] in the sum dtype: what `attention_state_backward` needs of out and dout.
+
+    out [Tq, Nq, Dv] like dout or in the sum dtype, any strides; dlse [Nq, Tq].
+    """
+    wide = sum_dtype(dout.dtype)
+    out, dout = _rows(out), _rows(dout)
+    dlse = None if dlse is None else dlse.to(wide).contiguous()
+    delta = torch.empty(lse_shape(dout), dtype=wide)
+    _C.attention_delta(
+        DTYPE_CODES[dout.dtype], out.dtype == wide, _strided(out), _strided(dout), _address(dlse), delta.data_ptr(),
+        *dout.shape, torch.get_num_threads(),
+    )  # fmt: skip
+    return delta
+
+
+def attention_state_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    runs_q: Tensor,
+    runs_k: Tensor,
+    causal: bool,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+) -> None:
+    """Add what these queries and keys give to dq [Tq, Nq, D], dk [Tk, Nk, D] and dv [Tk, Nk, Dv], in place.
+
+    dq, dk, dv are in the sum dtype; one that is None is not computed. lse and delta [Nq, Tq] are those over all keys,
+    of this call and others (sinks included). The gradient of the sinks is -(exp(sinks - lse) * delta).sum(Tq).
+    """
+    wide = sum_dtype(q.dtype)
+    q, k, v, dout, runs_q, runs_k = _rows(q), _rows(k), _rows(v), _rows(dout), runs_q.contiguous(), runs_k.contiguous()
+    lse, delta = lse.to(wide).contiguous(), delta.to(wide).contiguous()
+    given = (dq, dk, dv)
+    sums = tuple(None if x is None else x.contiguous() for x in given)
+    shape = _shape(q, k, v, None, (causal, window_left, window_right, scale, softcap), runs=(runs_q, runs_k))
+    workspace = torch.empty(_C.attention_backward_workspace(shape), dtype=torch.uint8)
+    _C.attention_state_backward(
+        shape, _strided(q), _strided(k), _strided(v), _strided(dout), lse.data_ptr(), delta.data_ptr(),
+        *map(_address, sums), workspace.data_ptr(),
+    )  # fmt: skip
+    _put_back(given, sums)
+
+
+def _put_back(given: tuple, results: tuple) -> tuple:
+    """Results into the tensors that were given, where they are not those themselves; returns the given ones."""
+    for target, result in zip(given, results, strict=True):
+        if target is not result and target is not None:
+            target.copy_(result)
+    return given
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
@@ -110,12 +212,15 @@ def _plain_arrays(
     return sinks, cu_seqlens_q, cu_seqlens_k
 
 
-def _shape(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, options) -> tuple:
+def _shape(q, k, v, sinks, options, cu_seqlens=(None, None), runs=(None, None)) -> tuple:
     """struct AttentionShape (csrc/kernels.h), field by field."""
     causal, window_left, window_right, scale, softcap = options
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens
+    runs_q, runs_k = runs
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    counts = (0, 0) if runs_q is None else (runs_q.shape[0], runs_k.shape[0])
     return (
         DTYPE_CODES[q.dtype], batch, q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1],
-        _address(cu_seqlens_q), _address(cu_seqlens_k), causal, window_left, window_right, scale, softcap,
-        _address(sinks), torch.get_num_threads(),
+        _address(cu_seqlens_q), _address(cu_seqlens_k), _address(runs_q), _address(runs_k), *counts,
+        causal, window_left, window_right, scale, softcap, _address(sinks), torch.get_num_threads(),
     )  # fmt: skip

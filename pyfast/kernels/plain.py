@@ -13,7 +13,13 @@ from pyfast.kernels import reference
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.kernels.errors import position_error
 from pyfast.kernels.full_precision import full_precision
-from pyfast.kernels.plain_attention import attention_backward, attention_forward  # noqa: F401
+from pyfast.kernels.plain_attention import (  # noqa: F401
+    attention_backward,
+    attention_delta,
+    attention_forward,
+    attention_state_backward,
+    attention_state_forward,
+)
 
 
 @full_precision

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyfast.kernels.runs import rows_of_runs
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are summed: float64 for float64, float32 for everything else."""
@@ -118,6 +120,11 @@ def attention(
 
 
 def _dense_attention(q, k, v, *, causal, scale, window, softcap, sinks) -> tuple[Tensor, Tensor]:
+    visible = attention_mask(q.shape[1], k.shape[1], causal=causal, window=window, device=q.device)
+    return _masked_attention(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _masked_attention(q, k, v, visible, *, scale, softcap, sinks) -> tuple[Tensor, Tensor]:
     wide = accumulation_dtype(q.dtype)
     groups = q.shape[2] // k.shape[2]
     k_wide, v_wide = (x.to(wide).repeat_interleave(groups, dim=2) for x in (k, v))
@@ -125,7 +132,6 @@ def _dense_attention(q, k, v, *, causal, scale, window, softcap, sinks) -> tuple
     scores = torch.einsum("bqnd,bknd->bnqk", q.to(wide), k_wide) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = attention_mask(q.shape[1], k.shape[1], causal=causal, window=window, device=q.device)
     scores = scores.masked_fill(~visible, -math.inf)
     empty = ~visible.any(dim=1)  # [Sq]
 
@@ -143,6 +149,51 @@ def _dense_attention(q, k, v, *, causal, scale, window, softcap, sinks) -> tuple
     out = torch.einsum("bnqk,bknd->bqnd", weights / total.unsqueeze(-1), v_wide)
     lse = (top + torch.log(total)).masked_fill(empty, -math.inf)
     return out.to(q.dtype), lse
+
+
+def runs_mask(
+    runs_q: Tensor, runs_k: Tensor, rows_q: int, rows_k: int, *, causal: bool, window: tuple[int, int] = (-1, -1)
+) -> Tensor:
+    """Boolean [rows_q, rows_k], True where a query row may look at a key row; see kernels/runs.py for what runs are."""
+    document_q, position_q = (x.unsqueeze(1) for x in rows_of_runs(runs_q, rows_q))
+    document_k, position_k = rows_of_runs(runs_k, rows_k)
+    ahead = position_k - position_q
+    visible = (document_q == document_k) & (document_q >= 0)
+    left, right = window
+    if causal:
+        visible &= ahead <= 0
+    if left >= 0:
+        visible &= -ahead <= left
+    if right >= 0:
+        visible &= ahead <= right
+    return visible
+
+
+def attention_over_runs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs_q: Tensor,
+    runs_k: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention between the rows of two shards, dense and differentiable: out [Tq, Nq, Dv], lse [Nq, Tq].
+
+    As `attention`, with the documents and positions of the rows given by runs. Rows of no document: out 0, lse -inf, no
+    gradient, whatever they hold.
+    """
+    visible = runs_mask(runs_q, runs_k, q.shape[0], k.shape[0], causal=causal, window=window).to(q.device)
+    nobody_q, nobody_k = (
+        (rows_of_runs(runs, x.shape[0])[0] < 0).view(-1, 1, 1).to(q.device) for runs, x in ((runs_q, q), (runs_k, k))
+    )
+    q, k, v = q.masked_fill(nobody_q, 0), k.masked_fill(nobody_k, 0), v.masked_fill(nobody_k, 0)
+    out, lse = _masked_attention(q[None], k[None], v[None], visible, scale=scale, softcap=softcap, sinks=sinks)
+    return out[0], lse[0]
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

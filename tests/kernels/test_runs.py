@@ -84,7 +84,7 @@ def test_causal_visits_the_triangle_only():
 
 
 def test_a_zigzag_shard_meets_no_masked_out_tile():
-    """Rank 0 of 2 holds quarters 0 and 3 of 64 tokens; rank 1's keys are quarters 1 and 2: quarter 3 sees both whole."""
+    """Rank 0 of 2 holds quarters 0 and 3 of 64 tokens, rank 1 keys of quarters 1 and 2: quarter 3 sees both whole."""
     mine = torch.tensor([[0, 0, 16, 1], [0, 48, 16, 1]])
     theirs = torch.tensor([[0, 16, 16, 1], [0, 32, 16, 1]])
     plan = runs.plan_query_tiles(mine, theirs, 32, True, (-1, -1), 16, 16)

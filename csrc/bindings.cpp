@@ -177,4 +177,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("swiglu_backward", &swiglu_backward);
   m.def("adamw", &adamw);
   bind_attention(m);
+  bind_row_map(m);
 }

@@ -210,6 +210,12 @@ struct AttentionBackward {
   void* workspace;  // attention_backward_workspace() bytes, 64-byte aligned
 };
 
+}  // namespace pyfast
+
+#include "row_map_kernels.h"
+
+namespace pyfast {
+
 struct Kernels {
   const char* isa;
   void (*rms_norm_forward)(const RmsNormForward&);
@@ -227,6 +233,12 @@ struct Kernels {
   int64_t (*attention_backward_workspace)(const AttentionShape&);
   void (*attention_backward)(const AttentionBackward&);
   void (*attention_delta)(const AttentionDelta&);
+  int64_t (*row_map)(const RowMap&);  // -1, or the first slot whose id is not allowed: the maps are then unfinished
+  bool (*tile_list)(const TileList&);  // false: there are more tiles than `bound`
+  // -1, or where a map holds an entry that is not allowed: nothing is written then
+  int64_t (*gather_rows)(const GatherRows&);
+  int64_t (*gather_sum)(const GatherSum&);
+  int64_t (*gather_sum_backward)(const GatherSumBackward&);
 };
 
 }  // namespace pyfast

@@ -20,6 +20,11 @@ void attention_forward(const AttentionForward&);
 int64_t attention_backward_workspace(const AttentionShape&);
 void attention_backward(const AttentionBackward&);
 void attention_delta(const AttentionDelta&);
+int64_t row_map(const RowMap&);
+bool tile_list(const TileList&);
+int64_t gather_rows(const GatherRows&);
+int64_t gather_sum(const GatherSum&);
+int64_t gather_sum_backward(const GatherSumBackward&);
 
 }  // namespace pyfast
 
@@ -42,6 +47,11 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::attention_backward_workspace,
       pyfast::attention_backward,
       pyfast::attention_delta,
+      pyfast::row_map,
+      pyfast::tile_list,
+      pyfast::gather_rows,
+      pyfast::gather_sum,
+      pyfast::gather_sum_backward,
   };
   pyfast::g_runtime = runtime;
   return &table;

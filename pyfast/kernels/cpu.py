@@ -19,6 +19,13 @@ from pyfast.kernels.cpu_attention import (  # noqa: F401
     attention_state_backward,
     attention_state_forward,
 )
+from pyfast.kernels.cpu_row_map import (  # noqa: F401
+    gather_rows,
+    row_map,
+    tile_list,
+    unpermute_backward,
+    unpermute_forward,
+)
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.errors import position_error
 from pyfast.kernels.extension import _C

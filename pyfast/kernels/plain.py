@@ -20,6 +20,13 @@ from pyfast.kernels.plain_attention import (  # noqa: F401
     attention_state_backward,
     attention_state_forward,
 )
+from pyfast.kernels.plain_row_map import (  # noqa: F401
+    gather_rows,
+    row_map,
+    tile_list,
+    unpermute_backward,
+    unpermute_forward,
+)
 
 
 @full_precision

@@ -7,17 +7,23 @@ from pyfast.ops.attention import attention
 from pyfast.ops.linear import linear
 from pyfast.ops.linear_cross_entropy import linear_cross_entropy
 from pyfast.ops.merge_attention import merge_attention
+from pyfast.ops.permute import permute, unpermute
 from pyfast.ops.rms_norm import rms_norm
 from pyfast.ops.rotary import rotary
+from pyfast.ops.row_map import RowMap, row_map
 from pyfast.ops.swiglu import swiglu
 
 __all__ = [
+    "RowMap",
     "adamw_",
     "attention",
     "linear",
     "linear_cross_entropy",
     "merge_attention",
+    "permute",
     "rms_norm",
     "rotary",
+    "row_map",
     "swiglu",
+    "unpermute",
 ]

@@ -72,7 +72,37 @@ def linear(dtype):
     return with_gradients(ops.linear, normal(37, 75, dtype=dtype), normal(53, 75, dtype=dtype))
 
 
-CASES = (rms_norm, rotary, swiglu, adamw_, attention, merge_attention, linear_cross_entropy, linear)
+def experts(tokens=37, k=3, num_experts=5):
+    return torch.randint(-1, num_experts, (tokens, k)), num_experts
+
+
+def row_map(dtype):
+    return [t.to(dtype) for t in ops.row_map(*experts())[:4]]  # small numbers: exact in every dtype
+
+
+def permute(dtype):
+    return with_gradients(lambda x: ops.permute(x, *experts())[0], normal(37, 75, dtype=dtype))
+
+
+def unpermute(dtype):
+    wide, mapped = torch.float64 if dtype == torch.float64 else torch.float32, ops.row_map(*experts())
+    rows, weights = normal(37 * 3, 75, dtype=dtype), normal(37, 3, dtype=wide)
+    return with_gradients(lambda rows, weights: ops.unpermute(rows, mapped, weights), rows, weights)
+
+
+CASES = (
+    rms_norm,
+    rotary,
+    swiglu,
+    adamw_,
+    attention,
+    merge_attention,
+    linear_cross_entropy,
+    linear,
+    row_map,
+    permute,
+    unpermute,
+)
 
 
 def results() -> Iterator[tuple[str, torch.Tensor]]:

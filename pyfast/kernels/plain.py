@@ -20,6 +20,14 @@ from pyfast.kernels.plain_attention import (  # noqa: F401
     attention_state_backward,
     attention_state_forward,
 )
+from pyfast.kernels.plain_moe import (  # noqa: F401
+    grouped_bias_gradient,
+    grouped_gemm_forward,
+    grouped_gemm_weight_gradient,
+    moe_mlp_backward,
+    moe_mlp_forward,
+    moe_mlp_weight_gradients,
+)
 from pyfast.kernels.plain_row_map import (  # noqa: F401
     gather_rows,
     row_map,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pyfast.ops.adamw import adamw_
 from pyfast.ops.attention import attention
+from pyfast.ops.grouped_gemm import grouped_gemm
 from pyfast.ops.linear import linear
 from pyfast.ops.linear_cross_entropy import linear_cross_entropy
 from pyfast.ops.merge_attention import merge_attention
+from pyfast.ops.moe_mlp import moe_mlp
 from pyfast.ops.permute import permute, unpermute
 from pyfast.ops.rms_norm import rms_norm
 from pyfast.ops.rotary import rotary
@@ -17,10 +19,12 @@ __all__ = [
     "RowMap",
     "adamw_",
     "attention",
+    "grouped_gemm",
     "linear",
     "linear_cross_entropy",
     "merge_attention",
     "permute",
+    "moe_mlp",
     "rms_norm",
     "rotary",
     "row_map",

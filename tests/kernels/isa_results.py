@@ -90,6 +90,22 @@ def unpermute(dtype):
     return with_gradients(lambda rows, weights: ops.unpermute(rows, mapped, weights), rows, weights)
 
 
+def grouped_gemm(dtype):
+    offsets = torch.tensor([1, 20, 20, 36])
+    x, w, bias = normal(37, 75, dtype=dtype), normal(3, 53, 75, dtype=dtype), normal(3, 53, dtype=dtype)
+    return with_gradients(lambda x, w, b: ops.grouped_gemm(x, w, offsets, bias=b), x, w, bias)
+
+
+def moe_mlp(dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    experts = torch.randint(-1, 3, (37, 2))
+    arguments = (
+        normal(37, 75, dtype=dtype), normal(37, 2, dtype=wide), normal(4, 2 * 53, 75, dtype=dtype) / 4,
+        normal(4, 75, 53, dtype=dtype) / 4,
+    )  # fmt: skip
+    return with_gradients(lambda x, *rest: ops.moe_mlp(x, experts, *rest), *arguments)
+
+
 CASES = (
     rms_norm,
     rotary,
@@ -102,6 +118,8 @@ CASES = (
     row_map,
     permute,
     unpermute,
+    grouped_gemm,
+    moe_mlp,
 )
 
 

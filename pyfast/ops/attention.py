@@ -5,12 +5,14 @@ B batch, S sequence, T packed tokens, N heads (Nq, Nk), D head size (Dv of the v
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
 from pyfast import kernels
 from pyfast.kernels.dtypes import sum_dtype
-from pyfast.ops.checks import autocast, check_float, check_number, check_same
+from pyfast.ops.checks import autocast, check_bool, check_float, check_number, check_same
 from pyfast.ops.dispatch import Op, differentiable
 
 MAX_HEAD_SIZE = 256
@@ -67,12 +69,11 @@ def attention(
         _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
     elif cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is given without cu_seqlens_q; packed attention needs cu_seqlens_q")
+    causal, return_lse = check_bool("causal", causal), check_bool("return_lse", return_lse)
     left, right = _check_window(window)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
     softcap = check_number("softcap", softcap, least=0)
-    out, lse = _attention(
-        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, bool(causal), scale, left, right, softcap
-    )  # fmt: skip
+    out, lse = _attention(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, softcap)
     return (out, lse) if return_lse else out
 
 
@@ -113,6 +114,8 @@ def _check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> 
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
             what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise TypeError(f"{name} is {what}; an int32 tensor is needed")
+        if cu_seqlens.layout is not torch.strided:
+            raise TypeError(f"{name} has layout {cu_seqlens.layout}; a dense tensor is needed")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(f"{name} has shape {tuple(cu_seqlens.shape)}; [documents + 1] is needed")
         if cu_seqlens.device != q.device:
@@ -132,14 +135,14 @@ def _check_starts(name: str, cu_seqlens: Tensor, rows: int) -> None:
 
 
 def _check_window(window: tuple[int, int]) -> tuple[int, int]:
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ValueError(f"window is {window!r}; (left, right) is needed, -1 for unbounded") from None
-    for side in (left, right):
-        if not isinstance(side, int) or isinstance(side, bool) or side < -1:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window is {window!r}; (left, right) is needed, -1 for unbounded")
+    left, right = window
+    for side in window:
+        # numpy's integers too; a tensor would be read on every call, a bool or a float is a slip.
+        if isinstance(side, bool) or not isinstance(side, (int, numbers.Integral)) or side < -1:
             raise ValueError(f"window is {window!r}; both sides are integers >= 0, or -1 for unbounded")
-    return min(left, _WIDEST), min(right, _WIDEST)
+    return int(min(left, _WIDEST)), int(min(right, _WIDEST))
 
 
 def _forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *options) -> tuple[Tensor, Tensor]:

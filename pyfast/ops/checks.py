@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,15 +24,34 @@ def check_float(name: str, tensor: Tensor) -> None:
 
 
 def check_number(name: str, value: object, *, least: float = -math.inf) -> float:
-    """`value` as a float; TypeError unless it is a number, ValueError unless it is finite and at least `least`."""
+    """`value` as a float; TypeError unless it is a real number (numpy's too; no bool, string or tensor), ValueError
+    unless it is finite and at least `least`."""
+    # float() alone would take "0.5", True, and a tensor with its gradient.
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} is {_described(value)}; a number is needed")
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; a number is needed") from None
+    except OverflowError:
+        number = math.inf
     if not least <= number < math.inf or number == -math.inf:
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"{name} is {value}; a finite number{bound} is needed")
     return number
+
+
+def check_bool(name: str, value: object) -> bool:
+    """`value` as a bool; TypeError unless it is True or False (numpy's too): "no" and [0] are true in Python."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} is {_described(value)}; True or False is needed")
+
+
+def _described(value: object) -> str:
+    """The value for an error; of a tensor, and of what is long, the kind only."""
+    text = "" if isinstance(value, Tensor) else repr(value)
+    return text if 0 < len(text) <= 60 else f"a {type(value).__name__}"
 
 
 def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

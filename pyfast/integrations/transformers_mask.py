@@ -152,8 +152,10 @@ def _of_transformers(function: Callable, masking_utils: object) -> bool:
 
 
 def _closure(function: Callable) -> dict[str, object]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {} if code is None or cells is None else dict(zip(code.co_freevars, [c.cell_contents for c in cells]))
+    cells = getattr(function, "__closure__", None)
+    if not cells:
+        return {}
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
 def _intersect(pattern: Pattern, other: Pattern) -> None:

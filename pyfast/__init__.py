@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 __version__ = "0.1.0"
-_PACKAGES = ("comm", "models", "nn", "ops", "parallel", "train")
+_PACKAGES = ("comm", "integrations", "models", "nn", "ops", "parallel", "train")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -13,6 +13,7 @@ from pyfast.ops.permute import permute, unpermute
 from pyfast.ops.rms_norm import rms_norm
 from pyfast.ops.rotary import rotary
 from pyfast.ops.row_map import RowMap, row_map
+from pyfast.ops.scaled_dot_product_attention import scaled_dot_product_attention
 from pyfast.ops.swiglu import swiglu
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "moe_mlp",
     "rms_norm",
     "rotary",
+    "scaled_dot_product_attention",
     "row_map",
     "swiglu",
     "unpermute",

@@ -56,6 +56,12 @@ def attention(dtype):
     return with_gradients(lambda *qkv: ops.attention(*qkv, causal=True), q, k, v)
 
 
+def scaled_dot_product_attention(dtype):
+    q, k, v = normal(2, 4, 19, 40, dtype=dtype), normal(2, 4, 37, 40, dtype=dtype), normal(2, 4, 37, 24, dtype=dtype)
+    seen = torch.arange(37)[None] < 30
+    return with_gradients(lambda *qkv: ops.scaled_dot_product_attention(*qkv, seen), q, k, v)
+
+
 def merge_attention(dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     outs = normal(2, 9, 3, 40, dtype=dtype), normal(2, 9, 3, 40, dtype=dtype)
@@ -112,6 +118,7 @@ CASES = (
     swiglu,
     adamw_,
     attention,
+    scaled_dot_product_attention,
     merge_attention,
     linear_cross_entropy,
     linear,

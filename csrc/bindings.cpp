@@ -178,4 +178,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("adamw", &adamw);
   bind_attention(m);
   bind_row_map(m);
+  bind_route(m);
 }

@@ -8,3 +8,4 @@ extern const pyfast::Kernels* g_kernels;  // the table of the current instructio
 
 void bind_attention(pybind11::module_& m);
 void bind_row_map(pybind11::module_& m);
+void bind_route(pybind11::module_& m);

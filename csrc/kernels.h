@@ -213,6 +213,7 @@ struct AttentionBackward {
 }  // namespace pyfast
 
 #include "row_map_kernels.h"
+#include "route_kernels.h"
 
 namespace pyfast {
 
@@ -239,6 +240,8 @@ struct Kernels {
   int64_t (*gather_rows)(const GatherRows&);
   int64_t (*gather_sum)(const GatherSum&);
   int64_t (*gather_sum_backward)(const GatherSumBackward&);
+  void (*route_forward)(const RouteForward&);
+  void (*route_backward)(const RouteBackward&);
 };
 
 }  // namespace pyfast

@@ -25,6 +25,8 @@ bool tile_list(const TileList&);
 int64_t gather_rows(const GatherRows&);
 int64_t gather_sum(const GatherSum&);
 int64_t gather_sum_backward(const GatherSumBackward&);
+void route_forward(const RouteForward&);
+void route_backward(const RouteBackward&);
 
 }  // namespace pyfast
 
@@ -52,6 +54,8 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::gather_rows,
       pyfast::gather_sum,
       pyfast::gather_sum_backward,
+      pyfast::route_forward,
+      pyfast::route_backward,
   };
   pyfast::g_runtime = runtime;
   return &table;

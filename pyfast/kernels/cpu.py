@@ -19,6 +19,7 @@ from pyfast.kernels.cpu_attention import (  # noqa: F401
     attention_state_backward,
     attention_state_forward,
 )
+from pyfast.kernels.cpu_route import route_backward, route_forward  # noqa: F401
 from pyfast.kernels.cpu_row_map import (  # noqa: F401
     gather_rows,
     row_map,

@@ -28,6 +28,7 @@ from pyfast.kernels.plain_moe import (  # noqa: F401
     moe_mlp_forward,
     moe_mlp_weight_gradients,
 )
+from pyfast.kernels.plain_route import route_backward, route_forward  # noqa: F401
 from pyfast.kernels.plain_row_map import (  # noqa: F401
     gather_rows,
     row_map,

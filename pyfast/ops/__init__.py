@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pyfast.ops.adamw import adamw_
 from pyfast.ops.attention import attention
+from pyfast.ops.balance import balance_loss, update_bias
 from pyfast.ops.grouped_gemm import grouped_gemm
 from pyfast.ops.linear import linear
 from pyfast.ops.linear_cross_entropy import linear_cross_entropy
@@ -12,24 +13,29 @@ from pyfast.ops.moe_mlp import moe_mlp
 from pyfast.ops.permute import permute, unpermute
 from pyfast.ops.rms_norm import rms_norm
 from pyfast.ops.rotary import rotary
+from pyfast.ops.route import Routing, route
 from pyfast.ops.row_map import RowMap, row_map
 from pyfast.ops.scaled_dot_product_attention import scaled_dot_product_attention
 from pyfast.ops.swiglu import swiglu
 
 __all__ = [
+    "Routing",
     "RowMap",
     "adamw_",
     "attention",
+    "balance_loss",
     "grouped_gemm",
     "linear",
     "linear_cross_entropy",
     "merge_attention",
-    "permute",
     "moe_mlp",
+    "permute",
     "rms_norm",
     "rotary",
-    "scaled_dot_product_attention",
+    "route",
     "row_map",
+    "scaled_dot_product_attention",
     "swiglu",
     "unpermute",
+    "update_bias",
 ]

@@ -112,6 +112,28 @@ def moe_mlp(dtype):
     return with_gradients(lambda x, *rest: ops.moe_mlp(x, experts, *rest), *arguments)
 
 
+def route(dtype):
+    def weights_and_losses(logits):
+        routing = ops.route(
+            logits, 3, score="sigmoid", balance="micro_batch", z_loss=True, bias=torch.linspace(0, 1, 40)
+        )
+        return torch.cat([routing.weights.flatten(), routing.balance_loss.view(1), routing.z_loss.view(1)])
+
+    return with_gradients(weights_and_losses, normal(37, 40, dtype=dtype))
+
+
+def balance_loss(dtype):
+    def loss(logits):
+        return ops.balance_loss(ops.route(logits, 3, balance="micro_batch").balance_terms, 3)
+
+    return with_gradients(loss, normal(37, 40, dtype=dtype))
+
+
+def update_bias(dtype):
+    counts = ops.route(normal(37, 40, dtype=dtype), 3).load
+    return [ops.update_bias(torch.zeros(40), counts, 0.1)]
+
+
 CASES = (
     rms_norm,
     rotary,
@@ -127,6 +149,9 @@ CASES = (
     unpermute,
     grouped_gemm,
     moe_mlp,
+    route,
+    balance_loss,
+    update_bias,
 )
 
 

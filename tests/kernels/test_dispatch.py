@@ -19,7 +19,7 @@ from pyfast.kernels import cpu
 
 RUNNER = Path(__file__).parent / "isa_results.py"
 TOLERANCE = {"float32": 2e-6, "float64": 1e-14, "bfloat16": 8e-3, "float16": 1e-3}  # of the norm
-NO_CPU_KERNEL = {"copy_to_group", "reduce_from_group", "gather_from_group", "RowMap"}
+NO_CPU_KERNEL = {"copy_to_group", "reduce_from_group", "gather_from_group", "RowMap", "Routing"}
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 

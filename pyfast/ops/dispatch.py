@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+_SCALARS = frozenset((type(None), bool, int, float, str))
 
 
 def eager(arguments: Sequence[Any]) -> bool:
     """Whether a call is plain eager: not traced, no dispatch mode, no torch.func transform, only ordinary tensors.
 
-    Not ordinary are subclasses, meta tensors, and lazy negations (`is_neg`): torch's dispatcher resolves those.
+    Not ordinary are subclasses, meta tensors, lazy negations (`is_neg`) and tensors that outlived their torch.func
+    transform: torch's dispatcher resolves those.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -29,9 +33,9 @@ def eager(arguments: Sequence[Any]) -> bool:
     for a in arguments:
         kind = type(a)
         if kind is Tensor or kind is Parameter:
-            if a.is_meta or a.is_neg():
+            if a.is_meta or a.is_neg() or is_functorch_wrapped_tensor(a):
                 return False
-        elif isinstance(a, Tensor):
+        elif kind not in _SCALARS and isinstance(a, Tensor):
             return False
     return True
 
@@ -125,10 +129,12 @@ def differentiable(op: Op, setup_context: Callable, backward: Callable) -> Calla
     # The combined form of forward: with a separate setup_context, `apply` inspects the signature on every call.
     methods = {"forward": staticmethod(forward_eager), "backward": staticmethod(backward)}
     function = type(op.function.__name__, (torch.autograd.Function,), methods)
+    # What Function.apply calls after it has unwrapped the tensors of ended torch.func transforms: `eager` saw to them.
+    apply = super(torch.autograd.Function, function).apply
 
     def call(*args: Any) -> Any:
         if not eager(args):
             return op.through_library(*args)
-        return function.apply(*args) if records(args) else op.function(*args)
+        return apply(*args) if records(args) else op.function(*args)
 
     return call

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -295,6 +299,15 @@ def test_compiled_equals_eager(side):
     compiled = torch.compile(ours, backend="aot_eager")
     options = dict(attention_mask=padding(side), use_cache=False)
     torch.testing.assert_close(compiled(tokens(), **options).logits, ours(tokens(), **options).logits)
+
+
+def test_the_example_runs_and_agrees_with_eager():
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "examples" / "transformers_attention.py", "--steps", "2", "--length", "48"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 1e-5
 
 
 def test_registering_twice_and_by_another_name():

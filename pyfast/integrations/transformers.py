@@ -1,4 +1,5 @@
-"""attn_implementation="pyfast" for transformers models, through transformers' own registries.
+"""attn_implementation="pyfast" for transformers models, through transformers' own registries, and with it
+experts_implementation="pyfast" (transformers_experts.py).
 
 B batch, S sequence, T packed tokens, N heads (Nq, Nk), D head size (Dv of the values). transformers keeps attention
 tensors as [B, N, S, D].
@@ -6,10 +7,13 @@ tensors as [B, N, S, D].
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from pyfast import ops
+from pyfast.integrations import transformers_experts
 from pyfast.integrations.transformers_mask import Documents, Mask, create_mask
 
 # What models hand to every attention function and no attention function computes with.
@@ -20,15 +24,27 @@ _NOT_FOR_ATTENTION = frozenset(
 )
 
 
-def register(name: str = "pyfast") -> None:
-    """Make `attn_implementation="pyfast"` known to transformers (4.56 or later); calling it again changes nothing.
+class Registered(NamedTuple):
+    """Which of the two `register` made known."""
 
-    It covers causal and bidirectional attention, sliding windows, softcaps, learnable sinks, grouped heads, padding on
-    either side, sequences packed in one row (told by position_ids or cu_seq_lens_q, as transformers' flash attention
-    tells them), and generation with dynamic, static and sliding caches. Rows of padding get attention output 0.
+    attention: bool
+    experts: bool
+
+
+def register(name: str = "pyfast") -> Registered:
+    """Make `attn_implementation="pyfast"` known to transformers (4.56 or later), and `experts_implementation="pyfast"`
+    (5.7 or later); calling it again changes nothing.
+
+    The attention covers causal and bidirectional attention, sliding windows, softcaps, learnable sinks, grouped heads,
+    padding on either side, sequences packed in one row (told by position_ids or cu_seq_lens_q, as transformers' flash
+    attention tells them), and generation with dynamic, static and sliding caches. Rows of padding get attention output
+    0. For the experts see `transformers_experts.experts_forward`.
 
     Args:
         name: the name to register, should "pyfast" be taken.
+
+    Returns:
+        (attention=True, experts): experts is False for a transformers that takes no experts from outside.
 
     Raises:
         ImportError: transformers is not installed, or too old.
@@ -45,6 +61,7 @@ def register(name: str = "pyfast") -> None:
         ) from error
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, create_mask)
+    return Registered(attention=True, experts=transformers_experts.register(name))
 
 
 def attention_forward(

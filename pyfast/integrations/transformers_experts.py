@@ -1,33 +1,34 @@
 """`experts_implementation="pyfast"` in Hugging Face transformers: the experts of its MoE models on pyfast's kernels.
 
-transformers (5.0 and newer) lets the modules that hold a model's experts run any registered function in place of their
+transformers (5.7 and newer) lets the modules that hold a model's experts run any registered function in place of their
 own loop. The router stays the model's; what is replaced is from the chosen experts and weights to the layer's output.
 Shapes: T tokens, K experts per token, E experts, H model width, F expert width, R = T K sorted rows.
 """
 
 from __future__ import annotations
 
-import importlib.util
-
 from torch import Tensor, nn
 
 from pyfast import ops
 from pyfast.kernels.dtypes import sum_dtype
 
-NAME = "pyfast"
+FIRST = (5, 7)  # versions 5.0 to 5.6 have the interface, but their models take only the names they were made with
 
 
-def register() -> bool:
-    """Make `experts_implementation="pyfast"` known to transformers; calling it again changes nothing.
+def register(name: str = "pyfast") -> bool:
+    """Make `experts_implementation="pyfast"` known to transformers, or `name`; calling it again changes nothing.
 
-    Returns whether the installed transformers has an experts interface (5.0 and newer); without one nothing is done.
-    Raises ModuleNotFoundError when transformers is not installed.
+    Returns whether the installed transformers has models that take it (5.7 and newer); for an older one nothing is
+    done. Raises ModuleNotFoundError when transformers is not installed.
     """
-    if importlib.util.find_spec("transformers.integrations.moe") is None:
-        return False
-    from transformers.integrations import moe
+    import transformers
+    from packaging.version import Version
 
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    if Version(transformers.__version__).release[:2] < FIRST:
+        return False
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
     return True
 
 
@@ -57,7 +58,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
             'for each chosen expert as in top_k_index: use experts_implementation="eager" for this model'
         )
     weights = top_k_weights.to(sum_dtype(hidden_states.dtype))
-    if getattr(module, "_is_expert_parallel", False):
+    if getattr(module, "_is_expert_parallel", True):  # before 5.20 it is not told
         top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
     if _is_swiglu(module):
         y = ops.moe_mlp(hidden_states, top_k_index, weights, module.gate_up_proj, module.down_proj)
@@ -70,8 +71,8 @@ def _is_swiglu(module: nn.Module) -> bool:
     """Whether `module` is down(silu(gate) * up) with the weights laid out as `ops.moe_mlp` reads them."""
     from transformers.integrations.moe import _default_apply_gate
 
-    plain = _has_gate(module) and not module.has_bias and not module.is_transposed
-    plain = plain and getattr(module, "is_concatenated", True) and not getattr(module, "has_post_expert_norm", False)
+    plain = module.has_gate and module.is_concatenated and not module.has_bias and not module.is_transposed
+    plain = plain and not getattr(module, "has_post_expert_norm", False)  # not in 5.7
     return plain and type(module)._apply_gate is _default_apply_gate and _is_silu(module.act_fn)
 
 
@@ -79,10 +80,6 @@ def _is_silu(activation: object) -> bool:
     from transformers.activations import ACT2CLS
 
     return type(activation) in (nn.SiLU, ACT2CLS["silu"])
-
-
-def _has_gate(module: nn.Module) -> bool:
-    return getattr(module, "has_gate", True)  # transformers 5.0 knows gated experts only
 
 
 def _experts_of_any_kind(module: nn.Module, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -95,7 +92,7 @@ def _experts_of_any_kind(module: nn.Module, x: Tensor, experts: Tensor, weights:
         y = ops.grouped_gemm(rows, w, row_map.offsets, transpose=module.is_transposed, bias=bias)
         return y.to(x.dtype)  # under autocast only the products are in its dtype
 
-    if _has_gate(module):
+    if module.has_gate:
         rows = module._apply_gate(project(rows, "gate_up_proj"))
     else:
         rows = module.act_fn(project(rows, "up_proj"))

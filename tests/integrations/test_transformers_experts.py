@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
+import sys
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from pyfast import ops
 
 transformers = pytest.importorskip("transformers")
-if importlib.util.find_spec("transformers.integrations.moe") is None:
-    pytest.skip("this transformers has no experts interface", allow_module_level=True)
+from pyfast.integrations import transformers_experts  # noqa: E402
+
+if not transformers_experts.register():
+    pytest.skip("this transformers takes no experts_implementation from outside", allow_module_level=True)
 
 from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
-
-from pyfast.integrations import transformers_experts  # noqa: E402
 
 SIZES = {
     "vocab_size": 61,
@@ -56,11 +56,6 @@ FAMILIES = {
     },
     "GptOss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "layer_types": None},
 }
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    assert transformers_experts.register()
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
@@ -314,11 +309,27 @@ def test_the_name_is_accepted_when_a_model_is_made(fused_calls):
     assert fused_calls == [(6, 40, 24)] * 2
 
 
-def test_a_transformers_without_the_interface_is_told(monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *args: None if name == "transformers.integrations.moe" else find_spec(name, *args),
-    )
-    assert transformers_experts.register() is False
+@pytest.mark.parametrize("version,known", [("4.56.2", False), ("5.6.2", False), ("5.7.0.dev0", True), ("6.0.0", True)])
+def test_a_transformers_without_the_interface_is_told(monkeypatch, version, known):
+    from pyfast.integrations.transformers import register
+
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    assert register() == (True, known)
+    assert register().experts is known
+
+
+def test_attention_and_experts_together():
+    from pyfast.integrations.transformers import register
+
+    register()
+    model = model_of("Qwen3Moe")
+    want = logits_and_gradients(model, "eager")
+    model.set_attn_implementation("pyfast")
+    assert_equal(logits_and_gradients(model, "pyfast"), want, 1e-5)
+
+
+def test_another_name():
+    assert transformers_experts.register("pyfast_too")
+    model = model_of("Mixtral", num_hidden_layers=1)
+    want, got = (logits_and_gradients(model, name) for name in ("pyfast", "pyfast_too"))
+    assert all(torch.equal(got[name], want[name]) for name in want)

@@ -20,7 +20,9 @@ def row_map(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
         inverse[slot] = row
     slots = order + [-1] * (len(ids) - len(order))
     gather = [slot // experts.shape[1] if slot >= 0 else -1 for slot in slots]
-    offsets = [sum(0 <= expert < e for expert in ids) for e in range(num_experts + 1)]
+    offsets = [0]
+    for expert in range(num_experts):
+        offsets.append(offsets[-1] + ids.count(expert))
     return tuple(torch.tensor(values, dtype=torch.int32) for values in (offsets, gather, slots, inverse))
 
 

@@ -58,7 +58,7 @@ def examine() -> list[Finding]:
     """Look at everything training can use."""
     findings = [_python(), *(_package(name) for name in REQUIRED), *_machine()]
     if importlib.util.find_spec("torch") is not None:
-        findings += [_kernels(), *_backends(), *_gpus()]
+        findings += [_kernels(), _cuda_kernels(), *_backends(), *_gpus()]
     return findings + [_extra(name, use) for name, use in EXTRAS.items()]
 
 
@@ -104,6 +104,20 @@ def _kernels() -> Finding:
         return Finding("CPU kernels", GOOD, f"{_C.isa()} (this processor has {', '.join(_C.supported_isas())})")
     except (ImportError, OSError) as error:
         return Finding("CPU kernels", BAD, str(error))
+
+
+def _cuda_kernels() -> Finding:
+    from pyfast.kernels import cuda_library
+
+    if cuda_library.path() is None:
+        return Finding(
+            "CUDA kernels", OPTIONAL, "only for GPUs: built where nvcc is (CUDA toolkit); then pip install . again"
+        )
+    try:
+        cuda_library.load()
+    except OSError as error:
+        return Finding("CUDA kernels", BAD, f"cannot be loaded: {error}")
+    return Finding("CUDA kernels", GOOD, "built, used on GPUs from compute capability 8.0 on")
 
 
 def _backends() -> list[Finding]:

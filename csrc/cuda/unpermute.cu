@@ -7,8 +7,11 @@
 
 namespace {
 
+constexpr int kThreads = kWarpsPerBlock * kWarp;
+constexpr int kBlocksPerProcessor = 4;  // 64 registers a thread: left to choose, ptxas takes fewer and spills
+
 template <class T, int V>
-__global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     sum_rows(const T* rows, const int32_t* inverse, const sum_t<T>* weights, T* y, int64_t tokens, int64_t k,
              int64_t count, int64_t width, int64_t rows_stride) {
   const int64_t token = warp_index();
@@ -33,7 +36,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     sum_rows_backward(const T* dy, const T* rows, const int32_t* gather, const int32_t* slots, const sum_t<T>* weights,
                       T* drows, sum_t<T>* dweights, int64_t tokens, int64_t k, int64_t count, int64_t width,
                       int64_t dy_stride, int64_t rows_stride) {
@@ -62,8 +65,6 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
   dot = warp_sum(dot);
   if (lane_index() == 0) dweights[slot] = dot;
 }
-
-constexpr int kThreads = kWarpsPerBlock * kWarp;
 
 }  // namespace
 

@@ -10,7 +10,11 @@ import functools
 import importlib.machinery
 import os
 
+import torch
+
 import pyfast
+
+LEAST_CAPABILITY = (8, 0)  # sm_80, the oldest GPU that setup.py compiles for
 
 
 def path() -> str | None:
@@ -22,6 +26,8 @@ def path() -> str | None:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None if it was not built. Loading it touches no device."""
+    """The library, or None if it was not built or the GPU here is older than those it was built for."""
     found = path()
-    return None if found is None else ctypes.CDLL(found)
+    if found is None or (torch.cuda.is_available() and torch.cuda.get_device_capability() < LEAST_CAPABILITY):
+        return None
+    return ctypes.CDLL(found)

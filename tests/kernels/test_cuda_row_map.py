@@ -148,6 +148,25 @@ def test_the_same_bits_in_every_order(library):
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
+def test_the_compiled_library_says_when_there_is_no_gpu():
+    """It loads without a driver, has every launcher, and an error of CUDA becomes one of Python."""
+    if cuda_library.path() is None:
+        pytest.skip("the package was built without nvcc")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    compiled, x = CudaRowMap(cuda_library.load(), no_stream), torch.randn(3, 4)
+    index, weights = torch.zeros(3, dtype=torch.int32), torch.rand(3, 1)
+    for name, call in {
+        "row_map": lambda: compiled.row_map(index[:, None], 2),
+        "tile_list": lambda: compiled.tile_list(index, 2, 3),
+        "gather_rows": lambda: compiled.gather_rows(x, index),
+        "gather_sum": lambda: compiled.unpermute_forward(x, index, weights, 1),
+        "gather_sum_backward": lambda: compiled.unpermute_backward(x, x, index, index, weights, True, True),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"the CUDA kernel {name} could not be launched: error [0-9]+, [A-Za-z]"):
+            call()
+
+
 @pytest.mark.parametrize("name", MAPS)
 def test_maps_on_a_gpu(gpu, name):
     check_maps(gpu, name, "cuda")

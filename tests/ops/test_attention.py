@@ -203,6 +203,18 @@ def test_rows_without_keys(dtype, sink):
     assert all(x.isfinite().all() for x in (out, lse[..., 2:], q.grad, k.grad, v.grad))
 
 
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_rows_without_keys_are_zero_whatever_the_values_hold(garbage):
+    """Beside rows that do see keys, whose values are not finite: 0 times such a value would be NaN."""
+    q, k, v = (x.detach() for x in inputs(1, 5, 3, 2, 1, 8, 8))
+    v[:, 0] = garbage
+    q.requires_grad_()
+    out = ops.attention(q, k, v, causal=True)
+    out.sum().backward()
+    assert torch.equal(out[:, :2], torch.zeros_like(out[:, :2])) and not out[:, 2:].isfinite().any()
+    assert torch.equal(q.grad[:, :2], torch.zeros_like(q.grad[:, :2]))
+
+
 def test_no_keys_and_no_queries_at_all():
     q, k, v = inputs(2, 3, 0, 2, 1, 8, 6)
     out, lse = ops.attention(q, k, v, return_lse=True)
@@ -381,6 +393,20 @@ def test_any_strides():
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+def test_any_strides_of_the_small_arrays():
+    tensors, cu = packed_inputs([0, 30, 31, 70], [0, 9, 40, 70])
+    sinks = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected = run(ours, [*tensors, sinks[::2].contiguous()], causal=True, **cu)
+    strided = {name: torch.stack([starts, starts * 0 + 1], 1)[:, 0] for name, starts in cu.items()}
+
+    def with_strided_sinks(q, k, v, both, **options):
+        return ours(q, k, v, both[::2], **options)
+
+    actual = run(with_strided_sinks, [*tensors, sinks], causal=True, **strided)
+    assert all(torch.equal(a, b) for a, b in zip(actual[:5], expected[:5], strict=True))
+    assert torch.equal(actual[5][::2], expected[5])
+
+
 def test_strides_whose_offsets_pass_2_31_elements(tmp_path):
     """Rows 2^30 elements apart, in a sparse file of which only a few pages exist."""
     memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(3 << 30) + 64, dtype=torch.bfloat16)
@@ -442,8 +468,9 @@ def test_saved_for_backward_is_inputs_out_and_lse():
     q, k, v = inputs(1, 64, 64, 2, 2, 16, 16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
-        ops.attention(q, k, v, causal=True)
+        out = ops.attention(q, k, v, causal=True)
     assert sorted(saved) == sorted([(1, 64, 2, 16)] * 4 + [(1, 2, 64)])
+    assert not any(isinstance(x, torch.Tensor) for x in vars(out.grad_fn).values())
 
 
 def test_selective_checkpointing_runs_the_forward_once():
@@ -484,6 +511,20 @@ def test_opcheck(packed):
     sinks = torch.randn(2, requires_grad=True)
     torch.library.opcheck(torch.ops.pyfast.attention.default, (*tensors, sinks, cu, cu, True, 0.3, 4, -1, 2.0))
     torch.library.opcheck(torch.ops.pyfast.attention.default, (*tensors, None, cu, cu, False, 0.3, -1, -1, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sink", [False, True])
+def test_the_backward_op_gives_the_shapes_and_dtypes_it_promises(sink, dtype):
+    """Autograd would cast a gradient of the wrong dtype silently; a compiled graph would not."""
+    q, k, v = (x.detach() for x in inputs(1, 12, 15, 2, 1, 8, 16, dtype=dtype))
+    sinks = torch.zeros(2, dtype=dtype) if sink else None
+    arguments = (q, k, v, sinks, None, None, True, 0.3, -1, -1, 0.0)
+    out, lse = torch.ops.pyfast.attention(*arguments)
+    backward = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, *arguments[3:])
+    operator = torch.ops.pyfast.attention_backward.default
+    torch.library.opcheck(operator, backward, test_utils=("test_schema", "test_faketensor"))
+    assert [x.dtype for x in operator(*backward)[:3]] == [dtype] * 3
 
 
 def test_fullgraph_compile():

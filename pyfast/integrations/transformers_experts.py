@@ -58,7 +58,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
             'for each chosen expert as in top_k_index: use experts_implementation="eager" for this model'
         )
     weights = top_k_weights.to(sum_dtype(hidden_states.dtype))
-    if getattr(module, "_is_expert_parallel", True):  # before 5.20 it is not told
+    if getattr(module, "_is_expert_parallel", True):  # older versions do not tell
         top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
     if _is_swiglu(module):
         y = ops.moe_mlp(hidden_states, top_k_index, weights, module.gate_up_proj, module.down_proj)

@@ -187,6 +187,8 @@ def routed(tokens: int, width: int, experts: int, k: int = 2):
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_every_storage_of_the_weights_equals_eager(kind):
+    if not hasattr(EXPERTS[kind][0], "_apply_gate"):
+        pytest.skip("in this transformers these experts have no other implementations")
     module = experts_of(kind, torch.float64)
     x, index, weights = routed(33, 24, 6)
     assert_equal(run(module, "pyfast", x, index, weights), run(module, "eager", x, index, weights), 1e-12)
@@ -274,16 +276,18 @@ def test_autocast_gives_the_input_dtype_back(kind):
 
 
 def test_experts_of_other_ranks_add_nothing():
+    """transformers' expert parallelism marks their slots by an id one beyond the last."""
     module = experts_of("Mixtral", torch.float64)
     x, index, weights = routed(33, 24, 8)
-    weights = weights.masked_fill(index >= 6, 0)
-    index = index.clamp(max=6)  # as transformers' expert parallelism marks the experts of other ranks
-    assert (index == 6).any()
-    want = run(module, "eager", x, index, weights)
+    elsewhere = index >= 6
+    assert elsewhere.any()
+    weights = weights.masked_fill(elsewhere, 0)
+    want = run(module, "eager", x, index.masked_fill(elsewhere, 0), weights)
     module._is_expert_parallel = True
-    got = run(module, "pyfast", x, index, weights)
+    got = run(module, "pyfast", x, index.masked_fill(elsewhere, 6), weights)
+    want["weights"][elsewhere] = 0  # not that of expert 0, which stood in
     assert_equal(got, want, 1e-12)
-    assert got["weights"][index == 6].eq(0).all()
+    assert got["weights"][elsewhere].eq(0).all()
 
 
 def test_weights_for_every_expert_are_refused():

@@ -407,10 +407,11 @@ def test_any_strides_of_the_small_arrays():
     assert torch.equal(actual[5][::2], expected[5])
 
 
-def test_strides_whose_offsets_pass_2_31_elements(tmp_path):
-    """Rows 2^30 elements apart, in a sparse file of which only a few pages exist."""
+@pytest.mark.parametrize(("rows", "stride"), [(4, 1 << 30), (190, 1 << 24)], ids=["rows far apart", "many rows"])
+def test_strides_whose_offsets_pass_2_31_elements(tmp_path, rows, stride):
+    """In a sparse file of which few pages exist: within the first block of rows, and where later blocks begin."""
     memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(3 << 30) + 64, dtype=torch.bfloat16)
-    far = memory.as_strided((1, 4, 1, 8), (0, 1 << 30, 8, 1))
+    far = memory.as_strided((1, rows, 1, 8), (0, stride, 8, 1))
     far.copy_(torch.randn(far.shape))
     actual, expected = run(ours, [far] * 3, causal=True), run(ours, [far.contiguous()] * 3, causal=True)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -121,7 +121,7 @@ class BuildKernels(build_ext):
     def initialize_options(self) -> None:
         super().initialize_options()
         self.isas = None
-        self.no_cuda = False
+        self.no_cuda = "--no-cuda" in sys.argv  # bdist_wheel makes this command anew, without the options it was given
 
     def build_extensions(self) -> None:
         if self.no_cuda:

@@ -177,6 +177,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("swiglu_backward", &swiglu_backward);
   m.def("adamw", &adamw);
   bind_attention(m);
+  bind_moe(m);
   bind_row_map(m);
   bind_route(m);
 }

@@ -212,6 +212,7 @@ struct AttentionBackward {
 
 }  // namespace pyfast
 
+#include "moe_kernels.h"
 #include "row_map_kernels.h"
 #include "route_kernels.h"
 
@@ -242,6 +243,12 @@ struct Kernels {
   int64_t (*gather_sum_backward)(const GatherSumBackward&);
   void (*route_forward)(const RouteForward&);
   void (*route_backward)(const RouteBackward&);
+  void (*grouped_gemm)(const GroupedGemm&);
+  void (*grouped_weight_gradient)(const GroupedWeightGradient&);
+  void (*grouped_bias_gradient)(const GroupedBiasGradient&);
+  void (*moe_mlp_forward)(const MoeMlpForward&);
+  int64_t (*moe_mlp_backward_rows)(const MoeMlpShape&);
+  void (*moe_mlp_backward)(const MoeMlpBackward&);
 };
 
 }  // namespace pyfast

@@ -27,6 +27,12 @@ int64_t gather_sum(const GatherSum&);
 int64_t gather_sum_backward(const GatherSumBackward&);
 void route_forward(const RouteForward&);
 void route_backward(const RouteBackward&);
+void grouped_gemm(const GroupedGemm&);
+void grouped_weight_gradient(const GroupedWeightGradient&);
+void grouped_bias_gradient(const GroupedBiasGradient&);
+void moe_mlp_forward(const MoeMlpForward&);
+int64_t moe_mlp_backward_rows(const MoeMlpShape&);
+void moe_mlp_backward(const MoeMlpBackward&);
 
 }  // namespace pyfast
 
@@ -56,6 +62,12 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::gather_sum_backward,
       pyfast::route_forward,
       pyfast::route_backward,
+      pyfast::grouped_gemm,
+      pyfast::grouped_weight_gradient,
+      pyfast::grouped_bias_gradient,
+      pyfast::moe_mlp_forward,
+      pyfast::moe_mlp_backward_rows,
+      pyfast::moe_mlp_backward,
   };
   pyfast::g_runtime = runtime;
   return &table;

@@ -30,7 +30,7 @@ from pyfast.kernels.cpu_row_map import (  # noqa: F401
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.errors import position_error
 from pyfast.kernels.extension import _C
-from pyfast.kernels.plain_moe import (  # noqa: F401
+from pyfast.kernels.cpu_moe import (  # noqa: F401
     grouped_bias_gradient,
     grouped_gemm_forward,
     grouped_gemm_weight_gradient,

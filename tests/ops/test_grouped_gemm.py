@@ -216,6 +216,14 @@ def test_same_bits_for_any_number_of_threads_and_run(dtype):
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    x, w, bias, _ = random_problem([0, 100], 100, 70, 90, torch.float32)
+    whole = ops.grouped_gemm(x, w, torch.tensor([0, 100]), bias=bias)
+    for low, high in ((0, 1), (5, 22), (31, 100)):
+        part = ops.grouped_gemm(x[low:high], w, torch.tensor([0, high - low]), bias=bias)
+        assert torch.equal(part, whole[low:high])
+
+
 def test_nothing_to_do():
     for rows, out_features, in_features in ((0, 3, 4), (5, 0, 4), (5, 3, 0)):
         x = torch.randn(rows, in_features, requires_grad=True)

@@ -303,6 +303,27 @@ def test_extreme_pre_activations_stay_finite():
             assert_close(actual, wanted, 2e-5 if dtype == torch.float32 else 6e-3)
 
 
+def test_router_gradient_of_bfloat16_is_float32():
+    """A dot product over F: summed in float32, and from a pre-activation that keeps more than bfloat16's 8 bits."""
+    arguments, dy = random_problem(64, 2, 3, 64, 4096, torch.bfloat16)
+    wanted = expected(*arguments, dy)
+    main_grads = tuple(torch.zeros(w.shape) for w in arguments[3:])
+    x, _, weights, *_ = arguments
+    ops.moe_mlp(*arguments, main_grads=main_grads).backward(dy)
+    assert weights.grad.dtype == torch.float32
+    for got, want in zip((weights.grad, *main_grads), wanted[2:], strict=True):
+        assert relative_error(got, want) < 2e-3, relative_error(got, want)
+
+
+def test_a_token_does_not_depend_on_the_tokens_beside_it():
+    (x, chosen, weights, *matrices), dy = random_problem(200, 2, 3, 75, 90)
+    whole = run((x, chosen, weights, *matrices), dy)
+    for low, high in ((0, 1), (7, 60), (100, 200)):
+        part = tuple(t[low:high].detach().requires_grad_(t.is_floating_point()) for t in (x, chosen, weights))
+        for got, want in zip(run((*part, *matrices), dy[low:high])[:3], whole[:3], strict=True):
+            assert torch.equal(got, want[low:high])
+
+
 def test_nothing_to_do():
     for tokens, width, ffn in ((0, 5, 3), (4, 5, 0), (4, 0, 3)):
         arguments, dy = random_problem(tokens, 2, 3, width, ffn)

@@ -1,0 +1,89 @@
+// y[t] = sum over k of p[t, k] W_down[e] (silu(g) u), (g, u) = W_gate_up[e] x[t].
+//
+// Task: a block of rows of one expert, gathered from x into panels, through up-projection, SwiGLU and down-projection
+// without leaving the caches. Then one pass sums the slots of each token in order.
+#include "moe_mlp.h"
+
+namespace pyfast {
+namespace {
+
+// Keeps gate and up of one panel (weight rows [f, f + count)) and turns them into the activation.
+template <class T, class C>
+void activate(const C* gate, const C* up, int64_t count, int64_t width, int64_t lanes, kept_t<T>* kept_gate,
+              kept_t<T>* kept_up, C* activation) {
+  constexpr int64_t L = Vec<C>::size;
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t l = 0; l < width; l += L) {
+      const vec_t<C> g = load(gate + j * width + l), u = load(up + j * width + l);
+      store(activation + j * width + l, g * sigmoid<C>(g) * u);
+      if (!kept_gate) continue;
+      if (l + L <= lanes) {
+        store_kept(kept_gate + j * lanes + l, g);
+        store_kept(kept_up + j * lanes + l, u);
+      } else if (l < lanes) {
+        kept_t<T> part[L];
+        store_kept(part, g);
+        std::memcpy(kept_gate + j * lanes + l, part, (lanes - l) * sizeof(part[0]));
+        store_kept(part, u);
+        std::memcpy(kept_up + j * lanes + l, part, (lanes - l) * sizeof(part[0]));
+      }
+    }
+}
+
+template <class T>
+void forward_block(const MoeMlpForward& g, const RowBlock& rows) {
+  using C = compute_t<T>;
+  static thread_local Scratch x_memory, activation_memory, sum_memory;
+  const int64_t H = g.shape.width, F = g.shape.ffn;
+  const LaneBlock<C> block{rows.rows};
+  C* x = x_memory.get<C>(block.lanes() * H);
+  C* activation = activation_memory.get<C>(block.lanes() * F);
+  C* gate = sum_memory.get<C>(2 * block.lanes() * kGroup<C>);
+  C* up = gate + block.lanes() * kGroup<C>;
+  const Matrix w_gate_up = matrix_of(g.shape.w_gate_up, rows.expert), w_down = matrix_of(g.shape.w_down, rows.expert);
+  ExpertRows source = g.x;
+  source.gather = g.shape.gather;
+  pack_lanes<C>(source, rows.first, H, block, x);
+  for (int64_t f = 0; f < F; f += kGroup<C>) {
+    const int64_t count = std::min(kGroup<C>, F - f);
+    multiply_lanes<C>(w_gate_up, f, count, H, block, x, gate);
+    multiply_lanes<C>(w_gate_up, F + f, count, H, block, x, up);
+    for (int64_t panel = 0; panel < block.panels(); ++panel) {
+      const int64_t start = panel * block.kWide, width = block.width(panel), lanes = block.count(panel);
+      auto* kept = g.pre ? static_cast<kept_t<T>*>(g.pre) + (rows.first + start) * 2 * F : nullptr;
+      activate<T, C>(gate + start * kGroup<C>, up + start * kGroup<C>, count, width, lanes,
+                     kept ? kept + f * lanes : nullptr, kept ? kept + (F + f) * lanes : nullptr,
+                     activation + start * F + f * width);
+    }
+  }
+  for (int64_t h = 0; h < H; h += kGroup<C>) {
+    const int64_t count = std::min(kGroup<C>, H - h);
+    multiply_lanes<C>(w_down, h, count, F, block, activation, gate);
+    for (int64_t panel = 0; panel < block.panels(); ++panel) {
+      const int64_t start = panel * block.kWide;
+      store_rows<C>(gate + start * kGroup<C>, block.width(panel), block.count(panel), count,
+                    static_cast<C*>(g.rows) + (rows.first + start) * H + h, H);
+    }
+  }
+}
+
+template <class T>
+void forward(const MoeMlpForward& g) {
+  using C = compute_t<T>;
+  const MoeMlpShape& s = g.shape;
+  const auto blocks = row_blocks<C>(s.groups, 0, s.groups.experts, kMlpRows);
+  parallel_tasks(int64_t(blocks.size()), s.threads, [&](int64_t task, int) { forward_block<T>(g, blocks[task]); });
+  if (g.pre) {  // rows of nobody: kept memory is defined
+    const int64_t used = s.groups.offsets[s.groups.experts], item = 2 * s.ffn;
+    std::fill_n(static_cast<kept_t<T>*>(g.pre) + used * item, (s.tokens * s.top_k - used) * item, kept_t<T>{});
+  }
+  sum_over_slots<T>(s, static_cast<const C*>(s.weights), static_cast<const C*>(g.rows), static_cast<T*>(g.y));
+}
+
+}  // namespace
+
+void moe_mlp_forward(const MoeMlpForward& g) {
+  with_dtype(g.shape.dtype, [&](auto* tag) { forward<std::decay_t<decltype(*tag)>>(g); });
+}
+
+}  // namespace pyfast

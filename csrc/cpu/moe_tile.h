@@ -1,0 +1,311 @@
+// Products of expert weights with a block of rows that stays in the caches.
+//
+// The rows (tokens) are the *lanes* of vectors: a block of rows X [n, depth] is kept transposed, in panels of 2 L lanes
+// (L the vector's size; the last panel has L lanes if that is enough, zeros where no row is):
+//
+//   panel p: [depth][width(p)], at offset p * 2 L * depth
+//
+// A tile of weight rows times a panel gives another panel, (W X^T)^T as the next product needs it: up-projection,
+// activation and down-projection chain with no repacking between them. Weights whose rows are contiguous are read where
+// they lie, element by element as broadcasts, so that a weight costs one read however few rows an expert has; other
+// layouts and dtypes are packed tile by tile (kGroup rows at a time).
+//
+// An element of a product is one chain of fmas over depth in blocks of kLaneDepth: its bits depend neither on the rows
+// beside it nor on how rows are cut into blocks, panels and tasks.
+#pragma once
+#include <vector>
+
+#include "gemm_blocked.h"
+
+namespace pyfast {
+
+constexpr int64_t kLaneDepth = 512;
+
+// Weight rows that are multiplied, and packed if they must be, at a time.
+template <class C>
+constexpr int64_t kGroup = 4 * Tile<C>::rows;
+
+// Which rows of a panel layout are where.
+template <class C>
+struct LaneBlock {
+  static constexpr int64_t L = Vec<C>::size, kWide = 2 * L;
+  int64_t rows;
+  int64_t panels() const { return (rows + kWide - 1) / kWide; }
+  int64_t count(int64_t panel) const { return std::min(kWide, rows - panel * kWide); }    // rows in it
+  int64_t width(int64_t panel) const { return count(panel) > L ? kWide : L; }             // lanes of it
+  int64_t lanes() const { return round_up(rows, L); }                                     // of all panels
+};
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+// c [ROWS, NV L] = (accumulate ? c : 0) + a b. b [depth][NV L]. a: element (r, k) at a[r * a_stride + k], or, PACKED, in
+// a panel of gemm_kernel.h, a[k * MR + r].
+template <class C, int ROWS, int NV, bool PACKED>
+void lane_kernel(int64_t depth, const C* __restrict a, int64_t a_stride, const C* __restrict b, C* __restrict c,
+                 int64_t c_stride, bool accumulate) {
+  constexpr int MR = Tile<C>::rows, L = Vec<C>::size;
+#pragma GCC unroll 1
+  for (int r = 0; r < ROWS; ++r) {
+    __builtin_prefetch(c + r * c_stride, 1);
+    if (NV * sizeof(vec_t<C>) > 64) __builtin_prefetch(c + r * c_stride + L, 1);
+  }
+  vec_t<C> sum[ROWS][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) sum[r][v] = zero<C>();
+  // Three rows a pointer: base, + stride, + 2 stride are all addresses that one instruction can form.
+  constexpr int kPointers = (ROWS + 2) / 3;
+  const C* base[kPointers];
+#pragma GCC unroll 4
+  for (int g = 0; g < kPointers; ++g) base[g] = PACKED ? a : a + 3 * g * a_stride;
+  for (int64_t k = 0; k < depth; ++k, b += NV * L) {
+    vec_t<C> bv[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) bv[v] = load(b + v * L);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const vec_t<C> av = broadcast<C>(PACKED ? a[r] : base[r / 3][(r % 3) * a_stride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) sum[r][v] += av * bv[v];
+    }
+    if constexpr (PACKED) {
+      a += MR;
+    } else {
+#pragma GCC unroll 4
+      for (int g = 0; g < kPointers; ++g) ++base[g];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r, c += c_stride)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) store(c + v * L, accumulate ? load(c + v * L) + sum[r][v] : sum[r][v]);
+}
+
+// A tile of weight rows as lane_kernel reads it.
+template <class C>
+struct TileA {
+  const C* data;
+  int64_t stride;
+  bool packed;
+};
+
+// Whether there is a kernel of exactly that many rows, which reads and writes no row beyond them.
+template <class C>
+constexpr bool is_whole_tile(int64_t rows) {
+  constexpr int MR = Tile<C>::rows;
+  return rows == MR || rows == MR * 2 / 3 || rows == MR / 3;
+}
+
+template <class C, int NV, bool PACKED>
+PF_INLINE void lane_kernel_for(int64_t rows, int64_t depth, const C* a, int64_t a_stride, const C* b, C* c,
+                               int64_t c_stride, bool accumulate) {
+  constexpr int MR = Tile<C>::rows, two = MR * 2 / 3, one = MR / 3;
+  if (rows > two)
+    lane_kernel<C, MR, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate);
+  else if (rows > one)
+    lane_kernel<C, two, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate);
+  else
+    lane_kernel<C, one, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate);
+}
+
+// `rows` <= MR rows (computed in thirds of MR) times a panel of `width` lanes.
+template <class C>
+PF_INLINE void multiply_tile(int64_t rows, int64_t depth, const TileA<C>& a, int64_t width, const C* b, C* c,
+                             int64_t c_stride, bool accumulate) {
+  if (width == LaneBlock<C>::kWide) {
+    if (a.packed)
+      lane_kernel_for<C, 2, true>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+    else
+      lane_kernel_for<C, 2, false>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+  } else {
+    if (a.packed)
+      lane_kernel_for<C, 1, true>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+    else
+      lane_kernel_for<C, 1, false>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+  }
+}
+
+// ---- weights --------------------------------------------------------------------------------------------------------
+
+namespace detail {
+
+// out[i] = in[i], widened.
+template <class C, class T>
+PF_INLINE void widen_run(const T* in, int64_t count, C* out) {
+  int64_t i = 0;
+  for (; i + Vec<C>::size <= count; i += Vec<C>::size) store(out + i, load(in + i));
+  for (; i < count; ++i) out[i] = widen(in[i]);
+}
+
+// Columns [0, lanes) of `depth` rows of memory, row(k) -> const T*, into packed tiles [tile][depth][MR]: lanes <= kGroup,
+// so that whole cache lines are read of each row.
+template <class C, class T, class Row>
+void pack_columns(Row&& row, int64_t lanes, int64_t depth, C* out) {
+  constexpr int64_t MR = Tile<C>::rows, kAhead = 8;
+  alignas(64) C run[kGroup<C>];
+  std::fill(run + lanes, run + kGroup<C>, C(0));
+  const int64_t tiles = (lanes + MR - 1) / MR;
+  for (int64_t k = 0; k < depth; ++k) {
+    const T* in = row(k);
+    if (k + kAhead < depth) {
+      const T* ahead = row(k + kAhead);
+      for (int64_t i = 0; i < lanes; i += 64 / sizeof(T)) __builtin_prefetch(ahead + i);
+    }
+    const C* values = run;
+    if (std::is_same_v<T, C> && lanes == kGroup<C>)
+      values = reinterpret_cast<const C*>(in);
+    else
+      widen_run(in, lanes, run);
+    for (int64_t t = 0; t < tiles; ++t) std::memcpy(out + (t * depth + k) * MR, values + t * MR, MR * sizeof(C));
+  }
+}
+
+}  // namespace detail
+
+// Rows [first, first + rows) of w, depth [p, p + depth), as tiles[0 ...]; `scratch` holds kGroup x kLaneDepth elements.
+template <class C>
+void weight_tiles(const Matrix& w, int64_t first, int64_t rows, int64_t p, int64_t depth, C* scratch, TileA<C>* tiles) {
+  constexpr int64_t MR = Tile<C>::rows;
+  with_matrix<C>(w, first, p, [&](auto* source) {
+    using T = std::decay_t<decltype(*source)>;
+    for (int64_t t = 0, i = 0; i < rows; ++t, i += MR, scratch += MR * depth) {
+      const int64_t count = std::min(MR, rows - i);
+      if (w.col_stride == 1) {
+        if constexpr (std::is_same_v<T, C>) {
+          if (is_whole_tile<C>(count)) {
+            tiles[t] = {source + i * w.row_stride, w.row_stride, false};
+            continue;
+          }
+        }
+        for (int64_t r = 0; r < MR; ++r) {
+          if (r < count)
+            detail::widen_run(source + (i + r) * w.row_stride, depth, scratch + r * depth);
+          else
+            std::fill_n(scratch + r * depth, depth, C(0));
+        }
+        tiles[t] = {scratch, depth, false};
+      } else {
+        if (w.row_stride != 1)
+          pack_a<C>(source + i * w.row_stride, w.row_stride, w.col_stride, count, depth, scratch);
+        else if (i == 0)
+          detail::pack_columns<C, T>([&](int64_t k) { return source + k * w.col_stride; }, rows, depth, scratch);
+        tiles[t] = {scratch, MR, true};
+      }
+    }
+  });
+}
+
+// sums [panel][kGroup][width] = rows [first, first + rows) of w, rows <= kGroup, times the panels b.
+template <class C>
+void multiply_lanes(const Matrix& w, int64_t first, int64_t rows, int64_t depth, const LaneBlock<C>& block, const C* b,
+                    C* sums) {
+  static thread_local Scratch memory;
+  constexpr int64_t MR = Tile<C>::rows;
+  C* scratch = memory.get<C>(kGroup<C> * kLaneDepth);
+  TileA<C> tiles[4];
+  if (depth == 0) std::fill_n(sums, block.lanes() * kGroup<C>, C(0));
+  for (int64_t p = 0; p < depth; p += kLaneDepth) {
+    const int64_t kc = std::min(kLaneDepth, depth - p);
+    weight_tiles<C>(w, first, rows, p, kc, scratch, tiles);
+    for (int64_t t = 0; t * MR < rows; ++t)
+      for (int64_t panel = 0; panel < block.panels(); ++panel) {
+        const int64_t width = block.width(panel), start = panel * block.kWide;
+        multiply_tile<C>(std::min(MR, rows - t * MR), kc, tiles[t], width, b + start * depth + p * width,
+                         sums + start * kGroup<C> + t * MR * width, width, p > 0);
+      }
+  }
+}
+
+// ---- rows in and out of panels --------------------------------------------------------------------------------------
+
+// Rows [first, first + block.rows) of x as panels.
+template <class C>
+void pack_lanes(const ExpertRows& x, int64_t first, int64_t depth, const LaneBlock<C>& block, C* out) {
+  constexpr int L = Vec<C>::size;
+  with_matrix<C>({x.dtype, x.data, x.row_stride, x.col_stride}, 0, 0, [&](auto* source) {
+    using T = std::decay_t<decltype(*source)>;
+    auto row = [&](int64_t r) { return source + (x.gather ? int64_t(x.gather[r]) : r) * x.row_stride; };
+    for (int64_t panel = 0; panel < block.panels(); ++panel) {
+      const int64_t start = panel * block.kWide, width = block.width(panel);
+      const int count = int(block.count(panel));
+      auto lane = [&](int i) -> const T* { return row(first + start + i); };
+      C* target = out + start * depth;
+      if (x.col_stride != 1) {
+        for (int64_t k = 0; k < depth; ++k)
+          for (int i = 0; i < width; ++i) target[k * width + i] = i < count ? C(widen(lane(i)[k * x.col_stride])) : C(0);
+      } else if (width == block.kWide) {
+        detail::pack_deep_panel<2 * L, C, T>(lane, count, depth, target);
+      } else {
+        detail::pack_deep_panel<L, C, T>(lane, count, depth, target);
+      }
+    }
+  });
+}
+
+namespace detail {
+
+// out[i * out_stride + j] = in[j * in_stride + i] for i, j < 4.
+PF_INLINE void transpose4_to(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+#if defined(__SSE2__)
+  __m128 r0 = _mm_loadu_ps(in), r1 = _mm_loadu_ps(in + in_stride);
+  __m128 r2 = _mm_loadu_ps(in + 2 * in_stride), r3 = _mm_loadu_ps(in + 3 * in_stride);
+  _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
+  _mm_storeu_ps(out, r0);
+  _mm_storeu_ps(out + out_stride, r1);
+  _mm_storeu_ps(out + 2 * out_stride, r2);
+  _mm_storeu_ps(out + 3 * out_stride, r3);
+#else
+  for (int j = 0; j < 4; ++j)
+    for (int i = 0; i < 4; ++i) out[i * out_stride + j] = in[j * in_stride + i];
+#endif
+}
+PF_INLINE void transpose4_to(const double* in, int64_t in_stride, double* out, int64_t out_stride) {
+  for (int j = 0; j < 4; ++j)
+    for (int i = 0; i < 4; ++i) out[i * out_stride + j] = in[j * in_stride + i];
+}
+
+}  // namespace detail
+
+// The transpose of values [columns][width], its first `rows` lanes, as rows: out[i * out_stride + j].
+template <class C>
+void store_rows(const C* values, int64_t width, int64_t rows, int64_t columns, C* out, int64_t out_stride) {
+  const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
+  for (int64_t i = 0; i < whole_rows; i += 4)
+    for (int64_t j = 0; j < whole_columns; j += 4)
+      detail::transpose4_to(values + j * width + i, width, out + i * out_stride + j, out_stride);
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
+      out[i * out_stride + j] = values[j * width + i];
+}
+
+// ---- experts --------------------------------------------------------------------------------------------------------
+
+// Some rows of one expert: a task. Blocks start at a multiple of kWide rows of the expert.
+struct RowBlock {
+  int64_t expert, first, rows;
+};
+
+// The rows of experts [begin, end) in blocks of at most `most` rows (a multiple of kWide), the longest first.
+template <class C>
+std::vector<RowBlock> row_blocks(const ExpertOffsets& groups, int64_t begin, int64_t end, int64_t most) {
+  std::vector<RowBlock> blocks;
+  for (int64_t e = begin; e < end; ++e) {
+    const int64_t first = groups.offsets[e], rows = groups.offsets[e + 1] - first;
+    const int64_t parts = (rows + most - 1) / most;
+    if (parts == 0) continue;
+    const int64_t size = round_up((rows + parts - 1) / parts, LaneBlock<C>::kWide);  // blocks of one size
+    for (int64_t r = 0; r < rows; r += size) blocks.push_back({e, first + r, std::min(size, rows - r)});
+  }
+  std::stable_sort(blocks.begin(), blocks.end(), [](const RowBlock& a, const RowBlock& b) { return a.rows > b.rows; });
+  return blocks;
+}
+
+inline Matrix matrix_of(const ExpertMatrices& w, int64_t expert) {
+  const int64_t item = w.dtype == DType::f64 ? 8 : w.dtype == DType::f32 ? 4 : 2;
+  return {w.dtype, static_cast<const char*>(w.data) + expert * w.expert_stride * item, w.row_stride, w.col_stride};
+}
+
+inline Matrix transposed(const Matrix& w) { return {w.dtype, w.data, w.col_stride, w.row_stride}; }
+
+}  // namespace pyfast

@@ -19,7 +19,7 @@ void forward_block(const GroupedGemm& g, const RowBlock& rows, int64_t first, in
   const Matrix w = matrix_of(g.w, rows.expert);
   for (int64_t i = first; i < first + slab; i += kGroup<C>) {
     const int64_t count = std::min(kGroup<C>, first + slab - i);
-    multiply_lanes<C>(w, i, count, g.in, block, lanes, sums);
+    multiply_lanes<C>(w, first + slab, i, g.in, block, lanes, sums);
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
       const int64_t start = panel * block.kWide, width = block.width(panel), size = block.count(panel);
       C* values = sums + start * kGroup<C>;

@@ -113,11 +113,11 @@ class BlockBackward {
   // Everything of hidden units [f, f + count): D, and from it dp, dh, activation.
   void hidden_group(int64_t f, int64_t count) {
     const int64_t H = s_.width, F = s_.ffn;
-    multiply_lanes<C>(transposed(matrix_of(s_.w_down, rows_.expert)), f, count, H, block_, dy_, product_);
+    multiply_lanes<C>(transposed(matrix_of(s_.w_down, rows_.expert)), F, f, H, block_, dy_, product_);
     if (!g_.pre) {
       const Matrix w = matrix_of(s_.w_gate_up, rows_.expert);
-      multiply_lanes<C>(w, f, count, H, block_, x_, gate_);
-      multiply_lanes<C>(w, F + f, count, H, block_, x_, up_);
+      multiply_lanes<C>(w, F, f, H, block_, x_, gate_);
+      multiply_lanes<C>(w, 2 * F, F + f, H, block_, x_, up_);
     }
     for (int64_t index = 0; index < block_.panels(); ++index) {
       const int64_t start = index * block_.kWide, row = rows_.first + start;
@@ -149,7 +149,7 @@ class BlockBackward {
     const Matrix w = transposed(matrix_of(s_.w_gate_up, rows_.expert));
     for (int64_t h = 0; h < H; h += kGroup<C>) {
       const int64_t count = std::min(kGroup<C>, H - h);
-      multiply_lanes<C>(w, h, count, 2 * F, block_, dh_, product_);
+      multiply_lanes<C>(w, H, h, 2 * F, block_, dh_, product_);
       for (int64_t panel = 0; panel < block_.panels(); ++panel) {
         const int64_t start = panel * block_.kWide;
         store_rows<C>(product_ + start * kGroup<C>, block_.width(panel), block_.count(panel), count,

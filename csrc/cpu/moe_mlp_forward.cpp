@@ -46,8 +46,8 @@ void forward_block(const MoeMlpForward& g, const RowBlock& rows) {
   pack_lanes<C>(source, rows.first, H, block, x);
   for (int64_t f = 0; f < F; f += kGroup<C>) {
     const int64_t count = std::min(kGroup<C>, F - f);
-    multiply_lanes<C>(w_gate_up, f, count, H, block, x, gate);
-    multiply_lanes<C>(w_gate_up, F + f, count, H, block, x, up);
+    multiply_lanes<C>(w_gate_up, F, f, H, block, x, gate);
+    multiply_lanes<C>(w_gate_up, 2 * F, F + f, H, block, x, up);
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
       const int64_t start = panel * block.kWide, width = block.width(panel), lanes = block.count(panel);
       auto* kept = g.pre ? static_cast<kept_t<T>*>(g.pre) + (rows.first + start) * 2 * F : nullptr;
@@ -58,7 +58,7 @@ void forward_block(const MoeMlpForward& g, const RowBlock& rows) {
   }
   for (int64_t h = 0; h < H; h += kGroup<C>) {
     const int64_t count = std::min(kGroup<C>, H - h);
-    multiply_lanes<C>(w_down, h, count, F, block, activation, gate);
+    multiply_lanes<C>(w_down, H, h, F, block, activation, gate);
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
       const int64_t start = panel * block.kWide;
       store_rows<C>(gate + start * kGroup<C>, block.width(panel), block.count(panel), count,

@@ -38,11 +38,18 @@ struct LaneBlock {
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
+// Memory to ask for while computing: three cache lines of one row every kAheadSteps steps of depth.
+struct Ahead {
+  const char* row;
+  int64_t stride;  // bytes
+};
+constexpr int64_t kAheadSteps = 8;
+
 // c [ROWS, NV L] = (accumulate ? c : 0) + a b. b [depth][NV L]. a: element (r, k) at a[r * a_stride + k], or, PACKED, in
 // a panel of gemm_kernel.h, a[k * MR + r].
 template <class C, int ROWS, int NV, bool PACKED>
 void lane_kernel(int64_t depth, const C* __restrict a, int64_t a_stride, const C* __restrict b, C* __restrict c,
-                 int64_t c_stride, bool accumulate) {
+                 int64_t c_stride, bool accumulate, Ahead ahead) {
   constexpr int MR = Tile<C>::rows, L = Vec<C>::size;
 #pragma GCC unroll 1
   for (int r = 0; r < ROWS; ++r) {
@@ -59,21 +66,29 @@ void lane_kernel(int64_t depth, const C* __restrict a, int64_t a_stride, const C
   const C* base[kPointers];
 #pragma GCC unroll 4
   for (int g = 0; g < kPointers; ++g) base[g] = PACKED ? a : a + 3 * g * a_stride;
-  for (int64_t k = 0; k < depth; ++k, b += NV * L) {
-    vec_t<C> bv[NV];
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) bv[v] = load(b + v * L);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      const vec_t<C> av = broadcast<C>(PACKED ? a[r] : base[r / 3][(r % 3) * a_stride]);
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) sum[r][v] += av * bv[v];
-    }
+  for (int64_t k = 0; k < depth;) {
     if constexpr (PACKED) {
-      a += MR;
-    } else {
+      __builtin_prefetch(ahead.row, 0, 2);
+      __builtin_prefetch(ahead.row + 64, 0, 2);
+      __builtin_prefetch(ahead.row + 128, 0, 2);
+      ahead.row += ahead.stride;
+    }
+    for (const int64_t end = std::min(depth, k + kAheadSteps); k < end; ++k, b += NV * L) {
+      vec_t<C> bv[NV];
 #pragma GCC unroll 4
-      for (int g = 0; g < kPointers; ++g) ++base[g];
+      for (int v = 0; v < NV; ++v) bv[v] = load(b + v * L);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const vec_t<C> av = broadcast<C>(PACKED ? a[r] : base[r / 3][(r % 3) * a_stride]);
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) sum[r][v] += av * bv[v];
+      }
+      if constexpr (PACKED) {
+        a += MR;
+      } else {
+#pragma GCC unroll 4
+        for (int g = 0; g < kPointers; ++g) ++base[g];
+      }
     }
   }
 #pragma GCC unroll 16
@@ -99,30 +114,30 @@ constexpr bool is_whole_tile(int64_t rows) {
 
 template <class C, int NV, bool PACKED>
 PF_INLINE void lane_kernel_for(int64_t rows, int64_t depth, const C* a, int64_t a_stride, const C* b, C* c,
-                               int64_t c_stride, bool accumulate) {
+                               int64_t c_stride, bool accumulate, Ahead ahead) {
   constexpr int MR = Tile<C>::rows, two = MR * 2 / 3, one = MR / 3;
   if (rows > two)
-    lane_kernel<C, MR, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate);
+    lane_kernel<C, MR, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate, ahead);
   else if (rows > one)
-    lane_kernel<C, two, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate);
+    lane_kernel<C, two, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate, ahead);
   else
-    lane_kernel<C, one, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate);
+    lane_kernel<C, one, NV, PACKED>(depth, a, a_stride, b, c, c_stride, accumulate, ahead);
 }
 
 // `rows` <= MR rows (computed in thirds of MR) times a panel of `width` lanes.
 template <class C>
 PF_INLINE void multiply_tile(int64_t rows, int64_t depth, const TileA<C>& a, int64_t width, const C* b, C* c,
-                             int64_t c_stride, bool accumulate) {
+                             int64_t c_stride, bool accumulate, Ahead ahead) {
   if (width == LaneBlock<C>::kWide) {
     if (a.packed)
-      lane_kernel_for<C, 2, true>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+      lane_kernel_for<C, 2, true>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate, ahead);
     else
-      lane_kernel_for<C, 2, false>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+      lane_kernel_for<C, 2, false>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate, ahead);
   } else {
     if (a.packed)
-      lane_kernel_for<C, 1, true>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+      lane_kernel_for<C, 1, true>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate, ahead);
     else
-      lane_kernel_for<C, 1, false>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate);
+      lane_kernel_for<C, 1, false>(rows, depth, a.data, a.stride, b, c, c_stride, accumulate, ahead);
   }
 }
 
@@ -163,6 +178,8 @@ void pack_columns(Row&& row, int64_t lanes, int64_t depth, C* out) {
 
 }  // namespace detail
 
+inline int64_t item_size(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+
 // Rows [first, first + rows) of w, depth [p, p + depth), as tiles[0 ...]; `scratch` holds kGroup x kLaneDepth elements.
 template <class C>
 void weight_tiles(const Matrix& w, int64_t first, int64_t rows, int64_t p, int64_t depth, C* scratch, TileA<C>* tiles) {
@@ -196,23 +213,31 @@ void weight_tiles(const Matrix& w, int64_t first, int64_t rows, int64_t p, int64
   });
 }
 
-// sums [panel][kGroup][width] = rows [first, first + rows) of w, rows <= kGroup, times the panels b.
+// sums [panel][kGroup][width] = rows [first, first + kGroup) of w [w_rows, depth] (as many as there are) times the panels
+// b. Weights that must be packed are asked for while the tiles before them are computed.
 template <class C>
-void multiply_lanes(const Matrix& w, int64_t first, int64_t rows, int64_t depth, const LaneBlock<C>& block, const C* b,
-                    C* sums) {
+void multiply_lanes(const Matrix& w, int64_t w_rows, int64_t first, int64_t depth, const LaneBlock<C>& block,
+                    const C* b, C* sums) {
   static thread_local Scratch memory;
   constexpr int64_t MR = Tile<C>::rows;
   C* scratch = memory.get<C>(kGroup<C> * kLaneDepth);
+  const int64_t rows = std::min(kGroup<C>, w_rows - first), item = item_size(w.dtype);
   TileA<C> tiles[4];
   if (depth == 0) std::fill_n(sums, block.lanes() * kGroup<C>, C(0));
   for (int64_t p = 0; p < depth; p += kLaneDepth) {
     const int64_t kc = std::min(kLaneDepth, depth - p);
     weight_tiles<C>(w, first, rows, p, kc, scratch, tiles);
+    Ahead ahead{reinterpret_cast<const char*>(b), 0};
+    if (w.row_stride == 1 && (p + kc < depth || first + rows < w_rows)) {
+      const int64_t next_row = p + kc < depth ? first : first + rows, next_depth = p + kc < depth ? p + kc : 0;
+      ahead = {static_cast<const char*>(w.data) + (next_row + next_depth * w.col_stride) * item, w.col_stride * item};
+    }
     for (int64_t t = 0; t * MR < rows; ++t)
       for (int64_t panel = 0; panel < block.panels(); ++panel) {
         const int64_t width = block.width(panel), start = panel * block.kWide;
         multiply_tile<C>(std::min(MR, rows - t * MR), kc, tiles[t], width, b + start * depth + p * width,
-                         sums + start * kGroup<C> + t * MR * width, width, p > 0);
+                         sums + start * kGroup<C> + t * MR * width, width, p > 0, ahead);
+        ahead.row += kc / kAheadSteps * ahead.stride;
       }
   }
 }
@@ -245,8 +270,48 @@ void pack_lanes(const ExpertRows& x, int64_t first, int64_t depth, const LaneBlo
 
 namespace detail {
 
-// out[i * out_stride + j] = in[j * in_stride + i] for i, j < 4.
-PF_INLINE void transpose4_to(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+// out[i * out_stride + j] = in[j * in_stride + i] for i, j < kSquare.
+#if defined(__AVX512F__)
+template <class C>
+constexpr int64_t kSquare = std::is_same_v<C, float> ? 16 : 4;
+
+inline void transpose_square(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+  __m512 r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(in + i * in_stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  auto low = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  auto high = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // r[i + j], 128 bits q: column 4 q + j of rows i ... i + 3
+    r[i] = low(t[i], t[i + 2]);
+    r[i + 1] = high(t[i], t[i + 2]);
+    r[i + 2] = low(t[i + 1], t[i + 3]);
+    r[i + 3] = high(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512 even_a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), even_b = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
+    const __m512 odd_a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd), odd_b = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+    _mm512_storeu_ps(out + j * out_stride, _mm512_shuffle_f32x4(even_a, even_b, 0x88));
+    _mm512_storeu_ps(out + (4 + j) * out_stride, _mm512_shuffle_f32x4(odd_a, odd_b, 0x88));
+    _mm512_storeu_ps(out + (8 + j) * out_stride, _mm512_shuffle_f32x4(even_a, even_b, 0xdd));
+    _mm512_storeu_ps(out + (12 + j) * out_stride, _mm512_shuffle_f32x4(odd_a, odd_b, 0xdd));
+  }
+}
+#else
+template <class C>
+constexpr int64_t kSquare = 4;
+
+inline void transpose_square(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
 #if defined(__SSE2__)
   __m128 r0 = _mm_loadu_ps(in), r1 = _mm_loadu_ps(in + in_stride);
   __m128 r2 = _mm_loadu_ps(in + 2 * in_stride), r3 = _mm_loadu_ps(in + 3 * in_stride);
@@ -260,7 +325,8 @@ PF_INLINE void transpose4_to(const float* in, int64_t in_stride, float* out, int
     for (int i = 0; i < 4; ++i) out[i * out_stride + j] = in[j * in_stride + i];
 #endif
 }
-PF_INLINE void transpose4_to(const double* in, int64_t in_stride, double* out, int64_t out_stride) {
+#endif
+inline void transpose_square(const double* in, int64_t in_stride, double* out, int64_t out_stride) {
   for (int j = 0; j < 4; ++j)
     for (int i = 0; i < 4; ++i) out[i * out_stride + j] = in[j * in_stride + i];
 }
@@ -270,10 +336,11 @@ PF_INLINE void transpose4_to(const double* in, int64_t in_stride, double* out, i
 // The transpose of values [columns][width], its first `rows` lanes, as rows: out[i * out_stride + j].
 template <class C>
 void store_rows(const C* values, int64_t width, int64_t rows, int64_t columns, C* out, int64_t out_stride) {
-  const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
-  for (int64_t i = 0; i < whole_rows; i += 4)
-    for (int64_t j = 0; j < whole_columns; j += 4)
-      detail::transpose4_to(values + j * width + i, width, out + i * out_stride + j, out_stride);
+  constexpr int64_t S = detail::kSquare<C>;
+  const int64_t whole_rows = rows / S * S, whole_columns = columns / S * S;
+  for (int64_t i = 0; i < whole_rows; i += S)
+    for (int64_t j = 0; j < whole_columns; j += S)
+      detail::transpose_square(values + j * width + i, width, out + i * out_stride + j, out_stride);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
       out[i * out_stride + j] = values[j * width + i];
@@ -302,8 +369,7 @@ std::vector<RowBlock> row_blocks(const ExpertOffsets& groups, int64_t begin, int
 }
 
 inline Matrix matrix_of(const ExpertMatrices& w, int64_t expert) {
-  const int64_t item = w.dtype == DType::f64 ? 8 : w.dtype == DType::f32 ? 4 : 2;
-  return {w.dtype, static_cast<const char*>(w.data) + expert * w.expert_stride * item, w.row_stride, w.col_stride};
+  return {w.dtype, static_cast<const char*>(w.data) + expert * w.expert_stride * item_size(w.dtype), w.row_stride, w.col_stride};
 }
 
 inline Matrix transposed(const Matrix& w) { return {w.dtype, w.data, w.col_stride, w.row_stride}; }

@@ -64,7 +64,8 @@ void multiply_rows(int64_t rows, int64_t cols, int64_t depth, const C* a, const 
       const int64_t count = std::min(MR, rows - i), lanes = std::min(NR, cols - j);
       C* tile = c + i * c_stride + j;
       if (is_whole_tile<C>(count) && lanes == NR)
-        lane_kernel_for<C, 2, true>(count, depth, a + i * depth, MR, b + j * depth, tile, c_stride, accumulate);
+        lane_kernel_for<C, 2, true>(count, depth, a + i * depth, MR, b + j * depth, tile, c_stride, accumulate,
+                                    {reinterpret_cast<const char*>(a), 0});
       else
         edge_tile<C>(count, lanes, depth, a + i * depth, b + j * depth, tile, c_stride, C(1), accumulate);
     }

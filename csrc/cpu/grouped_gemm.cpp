@@ -13,16 +13,17 @@ void forward_block(const GroupedGemm& g, const RowBlock& rows, int64_t first, in
   static thread_local Scratch lane_memory, sum_memory, row_memory;
   const LaneBlock<C> block{rows.rows};
   C* lanes = lane_memory.get<C>(block.lanes() * g.in);
-  C* sums = sum_memory.get<C>(block.lanes() * kGroup<C>);
-  C* narrow_me = row_memory.get<C>(block.kWide * kGroup<C>);
-  pack_lanes<C>(g.x, rows.first, g.in, block, lanes);
   const Matrix w = matrix_of(g.w, rows.expert);
-  for (int64_t i = first; i < first + slab; i += kGroup<C>) {
-    const int64_t count = std::min(kGroup<C>, first + slab - i);
-    multiply_lanes<C>(w, first + slab, i, g.in, block, lanes, sums);
+  const int64_t group = group_rows<C>(w);
+  C* sums = sum_memory.get<C>(block.lanes() * group);
+  C* narrow_me = row_memory.get<C>(block.kWide * group);
+  pack_lanes<C>(g.x, rows.first, g.in, block, lanes);
+  for (int64_t i = first; i < first + slab; i += group) {
+    const int64_t count = std::min(group, first + slab - i);
+    multiply_lanes<C>(w, first + slab, i, count, g.in, block, lanes, sums, group);
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
       const int64_t start = panel * block.kWide, width = block.width(panel), size = block.count(panel);
-      C* values = sums + start * kGroup<C>;
+      C* values = sums + start * group;
       if (g.bias) {
         const T* bias = static_cast<const T*>(g.bias) + rows.expert * g.out + i;
         for (int64_t j = 0; j < count; ++j)
@@ -32,10 +33,10 @@ void forward_block(const GroupedGemm& g, const RowBlock& rows, int64_t first, in
       if constexpr (std::is_same_v<T, C>) {
         store_rows<C>(values, width, size, count, y, g.out);
       } else {
-        store_rows<C>(values, width, size, count, narrow_me, kGroup<C>);
+        store_rows<C>(values, width, size, count, narrow_me, group);
         for (int64_t r = 0; r < size; ++r) {
           int64_t j = 0;
-          const C* row = narrow_me + r * kGroup<C>;
+          const C* row = narrow_me + r * group;
           for (; j + Vec<C>::size <= count; j += Vec<C>::size) store(y + r * g.out + j, load(row + j));
           for (; j < count; ++j) narrow(row[j], y + r * g.out + j);
         }

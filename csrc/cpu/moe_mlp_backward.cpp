@@ -72,26 +72,33 @@ class BlockBackward {
  public:
   // Rows of dh and activation start at `base`, a row of the sorted order.
   BlockBackward(const MoeMlpBackward& g, const RowBlock& rows, int64_t base)
-      : g_(g), s_(g.shape), rows_(rows), base_(base), block_{rows.rows} {}
+      : g_(g),
+        s_(g.shape),
+        rows_(rows),
+        base_(base),
+        block_{rows.rows},
+        w_gate_up_(matrix_of(g.shape.w_gate_up, rows.expert)),
+        w_down_t_(transposed(matrix_of(g.shape.w_down, rows.expert))) {}
 
   void run() {
     static thread_local Scratch memory;
-    const int64_t H = s_.width, F = s_.ffn, lanes = block_.lanes(), group = lanes * kGroup<C>;
-    C* next = memory.get<C>(lanes * (2 * H + 2 * F + 2) + 4 * group);
+    const int64_t H = s_.width, F = s_.ffn, lanes = block_.lanes();
+    group_ = std::max(group_rows<C>(w_down_t_), group_rows<C>(transposed(w_gate_up_)));
+    C* next = memory.get<C>(lanes * (2 * H + 2 * F + 2 + 4 * group_));
     auto take = [&](int64_t size) { return std::exchange(next, next + size); };
     dy_ = take(lanes * H);
     x_ = take(lanes * H);
     dh_ = take(lanes * 2 * F);
     router_ = take(lanes);
     dot_ = take(lanes);
-    product_ = take(group);
-    gate_ = take(group);
-    up_ = take(group);
-    activation_ = take(group);
+    product_ = take(lanes * group_);
+    gate_ = take(lanes * group_);
+    up_ = take(lanes * group_);
+    activation_ = take(lanes * group_);
     router_weights();
     pack(g_.dy, dy_);
     if (!g_.pre) pack(g_.x, x_);
-    for (int64_t f = 0; f < F; f += kGroup<C>) hidden_group(f, std::min(kGroup<C>, F - f));
+    for (int64_t f = 0; f < F; f += group_) hidden_group(f, std::min(group_, F - f));
     if (g_.dweights)
       for (int64_t r = 0; r < rows_.rows; ++r) static_cast<C*>(g_.dweights)[s_.slot[rows_.first + r]] = dot_[r];
     if (g_.dx) input_gradient();
@@ -113,24 +120,23 @@ class BlockBackward {
   // Everything of hidden units [f, f + count): D, and from it dp, dh, activation.
   void hidden_group(int64_t f, int64_t count) {
     const int64_t H = s_.width, F = s_.ffn;
-    multiply_lanes<C>(transposed(matrix_of(s_.w_down, rows_.expert)), F, f, H, block_, dy_, product_);
+    multiply_lanes<C>(w_down_t_, F, f, count, H, block_, dy_, product_, group_);
     if (!g_.pre) {
-      const Matrix w = matrix_of(s_.w_gate_up, rows_.expert);
-      multiply_lanes<C>(w, F, f, H, block_, x_, gate_);
-      multiply_lanes<C>(w, 2 * F, F + f, H, block_, x_, up_);
+      multiply_lanes<C>(w_gate_up_, F, f, count, H, block_, x_, gate_, group_);
+      multiply_lanes<C>(w_gate_up_, 2 * F, F + f, count, H, block_, x_, up_, group_);
     }
     for (int64_t index = 0; index < block_.panels(); ++index) {
       const int64_t start = index * block_.kWide, row = rows_.first + start;
       const Panel<C> panel{block_.width(index), block_.count(index), router_ + start, dot_ + start};
       C *dgate = dh_ + start * 2 * F + f * panel.width, *dup = dgate + F * panel.width;
-      const C* product = product_ + start * kGroup<C>;
-      C* activation = activation_ + start * kGroup<C>;
+      const C* product = product_ + start * group_;
+      C* activation = activation_ + start * group_;
       if (g_.pre) {
         auto* kept = static_cast<const kept_t<T>*>(g_.pre) + row * 2 * F;
         slopes<kept_t<T>, C>(panel, count, product, kept + f * panel.lanes, kept + (F + f) * panel.lanes, panel.lanes,
                              dgate, dup, activation);
       } else {
-        slopes<C, C>(panel, count, product, gate_ + start * kGroup<C>, up_ + start * kGroup<C>, panel.width, dgate, dup,
+        slopes<C, C>(panel, count, product, gate_ + start * group_, up_ + start * group_, panel.width, dgate, dup,
                      activation);
       }
       if (g_.dh) {
@@ -146,13 +152,12 @@ class BlockBackward {
 
   void input_gradient() {
     const int64_t H = s_.width, F = s_.ffn;
-    const Matrix w = transposed(matrix_of(s_.w_gate_up, rows_.expert));
-    for (int64_t h = 0; h < H; h += kGroup<C>) {
-      const int64_t count = std::min(kGroup<C>, H - h);
-      multiply_lanes<C>(w, H, h, 2 * F, block_, dh_, product_);
+    for (int64_t h = 0; h < H; h += group_) {
+      const int64_t count = std::min(group_, H - h);
+      multiply_lanes<C>(transposed(w_gate_up_), H, h, count, 2 * F, block_, dh_, product_, group_);
       for (int64_t panel = 0; panel < block_.panels(); ++panel) {
         const int64_t start = panel * block_.kWide;
-        store_rows<C>(product_ + start * kGroup<C>, block_.width(panel), block_.count(panel), count,
+        store_rows<C>(product_ + start * group_, block_.width(panel), block_.count(panel), count,
                       static_cast<C*>(g_.dx_rows) + (rows_.first + start) * H + h, H);
       }
     }
@@ -163,6 +168,8 @@ class BlockBackward {
   const RowBlock& rows_;
   const int64_t base_;
   const LaneBlock<C> block_;
+  const Matrix w_gate_up_, w_down_t_;
+  int64_t group_;
   C *dy_, *x_, *dh_, *router_, *dot_, *product_, *gate_, *up_, *activation_;
 };
 

@@ -38,30 +38,31 @@ void forward_block(const MoeMlpForward& g, const RowBlock& rows) {
   const LaneBlock<C> block{rows.rows};
   C* x = x_memory.get<C>(block.lanes() * H);
   C* activation = activation_memory.get<C>(block.lanes() * F);
-  C* gate = sum_memory.get<C>(2 * block.lanes() * kGroup<C>);
-  C* up = gate + block.lanes() * kGroup<C>;
   const Matrix w_gate_up = matrix_of(g.shape.w_gate_up, rows.expert), w_down = matrix_of(g.shape.w_down, rows.expert);
+  const int64_t up_group = group_rows<C>(w_gate_up), down_group = group_rows<C>(w_down);
+  C* gate = sum_memory.get<C>(2 * block.lanes() * std::max(up_group, down_group));
+  C* up = gate + block.lanes() * up_group;
   ExpertRows source = g.x;
   source.gather = g.shape.gather;
   pack_lanes<C>(source, rows.first, H, block, x);
-  for (int64_t f = 0; f < F; f += kGroup<C>) {
-    const int64_t count = std::min(kGroup<C>, F - f);
-    multiply_lanes<C>(w_gate_up, F, f, H, block, x, gate);
-    multiply_lanes<C>(w_gate_up, 2 * F, F + f, H, block, x, up);
+  for (int64_t f = 0; f < F; f += up_group) {
+    const int64_t count = std::min(up_group, F - f);
+    multiply_lanes<C>(w_gate_up, F, f, count, H, block, x, gate, up_group);
+    multiply_lanes<C>(w_gate_up, 2 * F, F + f, count, H, block, x, up, up_group);
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
       const int64_t start = panel * block.kWide, width = block.width(panel), lanes = block.count(panel);
       auto* kept = g.pre ? static_cast<kept_t<T>*>(g.pre) + (rows.first + start) * 2 * F : nullptr;
-      activate<T, C>(gate + start * kGroup<C>, up + start * kGroup<C>, count, width, lanes,
+      activate<T, C>(gate + start * up_group, up + start * up_group, count, width, lanes,
                      kept ? kept + f * lanes : nullptr, kept ? kept + (F + f) * lanes : nullptr,
                      activation + start * F + f * width);
     }
   }
-  for (int64_t h = 0; h < H; h += kGroup<C>) {
-    const int64_t count = std::min(kGroup<C>, H - h);
-    multiply_lanes<C>(w_down, H, h, F, block, activation, gate);
+  for (int64_t h = 0; h < H; h += down_group) {
+    const int64_t count = std::min(down_group, H - h);
+    multiply_lanes<C>(w_down, H, h, count, F, block, activation, gate, down_group);
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
       const int64_t start = panel * block.kWide;
-      store_rows<C>(gate + start * kGroup<C>, block.width(panel), block.count(panel), count,
+      store_rows<C>(gate + start * down_group, block.width(panel), block.count(panel), count,
                     static_cast<C*>(g.rows) + (rows.first + start) * H + h, H);
     }
   }

@@ -8,10 +8,11 @@
 // A tile of weight rows times a panel gives another panel, (W X^T)^T as the next product needs it: up-projection,
 // activation and down-projection chain with no repacking between them. Weights whose rows are contiguous are read where
 // they lie, element by element as broadcasts, so that a weight costs one read however few rows an expert has; other
-// layouts and dtypes are packed tile by tile (kGroup rows at a time).
+// layouts and dtypes are packed. Of weights whose columns are contiguous (a transpose) kColumns are packed at a time, as
+// runs that are long enough for the processor to read ahead.
 //
-// An element of a product is one chain of fmas over depth in blocks of kLaneDepth: its bits depend neither on the rows
-// beside it nor on how rows are cut into blocks, panels and tasks.
+// An element of a product is one chain of fmas over depth in blocks of kLaneDepth (kColumnDepth): its bits depend neither
+// on the rows beside it nor on how rows are cut into blocks, panels and tasks.
 #pragma once
 #include <vector>
 
@@ -19,11 +20,20 @@
 
 namespace pyfast {
 
-constexpr int64_t kLaneDepth = 512;
+constexpr int64_t kLaneDepth = 512, kColumnDepth = 128;
 
-// Weight rows that are multiplied, and packed if they must be, at a time.
+// Weight rows that are packed at a time, if they must be.
 template <class C>
 constexpr int64_t kGroup = 4 * Tile<C>::rows;
+// The same of weights whose columns are contiguous: kColumns x kColumnDepth packed values are a quarter of L2.
+template <class C>
+constexpr int64_t kColumns = 2112 / int64_t(sizeof(C)) / kGroup<C> * kGroup<C>;
+
+// How many weight rows are best multiplied at a time.
+template <class C>
+int64_t group_rows(const Matrix& w) {
+  return w.row_stride == 1 && w.col_stride != 1 ? kColumns<C> : kGroup<C>;
+}
 
 // Which rows of a panel layout are where.
 template <class C>
@@ -38,10 +48,10 @@ struct LaneBlock {
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-// Memory to ask for while computing: three cache lines of one row every kAheadSteps steps of depth.
+// Memory to ask for while computing: from `next` on, three cache lines every kAheadSteps steps of depth.
 struct Ahead {
-  const char* row;
-  int64_t stride;  // bytes
+  const char* next;
+  int64_t step;  // 192 bytes; 0: nothing new
 };
 constexpr int64_t kAheadSteps = 8;
 
@@ -68,10 +78,10 @@ void lane_kernel(int64_t depth, const C* __restrict a, int64_t a_stride, const C
   for (int g = 0; g < kPointers; ++g) base[g] = PACKED ? a : a + 3 * g * a_stride;
   for (int64_t k = 0; k < depth;) {
     if constexpr (PACKED) {
-      __builtin_prefetch(ahead.row, 0, 2);
-      __builtin_prefetch(ahead.row + 64, 0, 2);
-      __builtin_prefetch(ahead.row + 128, 0, 2);
-      ahead.row += ahead.stride;
+      __builtin_prefetch(ahead.next, 0, 2);
+      __builtin_prefetch(ahead.next + 64, 0, 2);
+      __builtin_prefetch(ahead.next + 128, 0, 2);
+      ahead.next += ahead.step;
     }
     for (const int64_t end = std::min(depth, k + kAheadSteps); k < end; ++k, b += NV * L) {
       vec_t<C> bv[NV];
@@ -153,26 +163,23 @@ PF_INLINE void widen_run(const T* in, int64_t count, C* out) {
   for (; i < count; ++i) out[i] = widen(in[i]);
 }
 
-// Columns [0, lanes) of `depth` rows of memory, row(k) -> const T*, into packed tiles [tile][depth][MR]: lanes <= kGroup,
-// so that whole cache lines are read of each row.
+// Columns [0, lanes) of `depth` rows of memory, row(k) -> const T*, into packed tiles [tile][depth][MR], `tile_stride`
+// apart. lanes <= kColumns.
 template <class C, class T, class Row>
-void pack_columns(Row&& row, int64_t lanes, int64_t depth, C* out) {
-  constexpr int64_t MR = Tile<C>::rows, kAhead = 8;
-  alignas(64) C run[kGroup<C>];
-  std::fill(run + lanes, run + kGroup<C>, C(0));
-  const int64_t tiles = (lanes + MR - 1) / MR;
-  for (int64_t k = 0; k < depth; ++k) {
+void pack_columns(Row&& row, int64_t lanes, int64_t depth, C* out, int64_t tile_stride) {
+  constexpr int64_t MR = Tile<C>::rows, kAhead = 4;
+  alignas(64) C run[kColumns<C>];
+  const int64_t tiles = (lanes + MR - 1) / MR, whole = std::is_same_v<T, C> ? lanes / MR : 0;
+  std::fill(run + lanes, run + tiles * MR, C(0));
+  for (int64_t k = 0; k < depth; ++k, out += MR) {
     const T* in = row(k);
     if (k + kAhead < depth) {
       const T* ahead = row(k + kAhead);
       for (int64_t i = 0; i < lanes; i += 64 / sizeof(T)) __builtin_prefetch(ahead + i);
     }
-    const C* values = run;
-    if (std::is_same_v<T, C> && lanes == kGroup<C>)
-      values = reinterpret_cast<const C*>(in);
-    else
-      widen_run(in, lanes, run);
-    for (int64_t t = 0; t < tiles; ++t) std::memcpy(out + (t * depth + k) * MR, values + t * MR, MR * sizeof(C));
+    for (int64_t t = 0; t < whole; ++t) std::memcpy(out + t * tile_stride, in + t * MR, MR * sizeof(C));
+    widen_run(in + whole * MR, lanes - whole * MR, run + whole * MR);
+    for (int64_t t = whole; t < tiles; ++t) std::memcpy(out + t * tile_stride, run + t * MR, MR * sizeof(C));
   }
 }
 
@@ -203,42 +210,90 @@ void weight_tiles(const Matrix& w, int64_t first, int64_t rows, int64_t p, int64
         }
         tiles[t] = {scratch, depth, false};
       } else {
-        if (w.row_stride != 1)
-          pack_a<C>(source + i * w.row_stride, w.row_stride, w.col_stride, count, depth, scratch);
-        else if (i == 0)
-          detail::pack_columns<C, T>([&](int64_t k) { return source + k * w.col_stride; }, rows, depth, scratch);
+        pack_a<C>(source + i * w.row_stride, w.row_stride, w.col_stride, count, depth, scratch);
         tiles[t] = {scratch, MR, true};
       }
     }
   });
 }
 
-// sums [panel][kGroup][width] = rows [first, first + kGroup) of w [w_rows, depth] (as many as there are) times the panels
-// b. Weights that must be packed are asked for while the tiles before them are computed.
+// Where products of a block's panels go: [panel][group][width], from row `first` of the group on.
 template <class C>
-void multiply_lanes(const Matrix& w, int64_t w_rows, int64_t first, int64_t depth, const LaneBlock<C>& block,
-                    const C* b, C* sums) {
+struct LaneSums {
+  C* data;
+  int64_t group, first;
+  C* at(int64_t start, int64_t width, int64_t row) const { return data + start * group + (first + row) * width; }
+};
+
+namespace detail {
+
+// multiply_lanes for weights whose rows, or nothing, are contiguous.
+template <class C>
+void multiply_rows_of(const Matrix& w, int64_t first, int64_t rows, int64_t depth, const LaneBlock<C>& block, const C* b,
+                      const LaneSums<C>& sums) {
   static thread_local Scratch memory;
   constexpr int64_t MR = Tile<C>::rows;
   C* scratch = memory.get<C>(kGroup<C> * kLaneDepth);
-  const int64_t rows = std::min(kGroup<C>, w_rows - first), item = item_size(w.dtype);
   TileA<C> tiles[4];
-  if (depth == 0) std::fill_n(sums, block.lanes() * kGroup<C>, C(0));
   for (int64_t p = 0; p < depth; p += kLaneDepth) {
     const int64_t kc = std::min(kLaneDepth, depth - p);
     weight_tiles<C>(w, first, rows, p, kc, scratch, tiles);
-    Ahead ahead{reinterpret_cast<const char*>(b), 0};
-    if (w.row_stride == 1 && (p + kc < depth || first + rows < w_rows)) {
-      const int64_t next_row = p + kc < depth ? first : first + rows, next_depth = p + kc < depth ? p + kc : 0;
-      ahead = {static_cast<const char*>(w.data) + (next_row + next_depth * w.col_stride) * item, w.col_stride * item};
-    }
     for (int64_t t = 0; t * MR < rows; ++t)
       for (int64_t panel = 0; panel < block.panels(); ++panel) {
         const int64_t width = block.width(panel), start = panel * block.kWide;
         multiply_tile<C>(std::min(MR, rows - t * MR), kc, tiles[t], width, b + start * depth + p * width,
-                         sums + start * kGroup<C> + t * MR * width, width, p > 0, ahead);
-        ahead.row += kc / kAheadSteps * ahead.stride;
+                         sums.at(start, width, t * MR), width, p > 0, {reinterpret_cast<const char*>(b), 0});
       }
+  }
+}
+
+// multiply_lanes for weights whose columns are contiguous: the next block of them is asked for while one is computed.
+template <class C>
+void multiply_columns_of(const Matrix& w, int64_t w_rows, int64_t first, int64_t rows, int64_t depth,
+                         const LaneBlock<C>& block, const C* b, const LaneSums<C>& sums) {
+  static thread_local Scratch memory;
+  constexpr int64_t MR = Tile<C>::rows, kTile = kColumnDepth * MR + 64 / sizeof(C);  // no power of two apart
+  C* tiles = memory.get<C>(kColumns<C> / MR * kTile);
+  const int64_t item = item_size(w.dtype);
+  for (int64_t p = 0; p < depth; p += kColumnDepth) {
+    const int64_t kc = std::min(kColumnDepth, depth - p);
+    with_matrix<C>(w, first, p, [&](auto* source) {
+      using T = std::decay_t<decltype(*source)>;
+      pack_columns<C, T>([&](int64_t k) { return source + k * w.col_stride; }, rows, kc, tiles, kTile);
+    });
+    const bool last = p + kc == depth;
+    const int64_t next_row = last ? first + rows : first, next_depth = last ? 0 : p + kc;
+    const int64_t next_count = next_row < w_rows ? std::min(kColumnDepth, depth - next_depth) : 0;
+    const char* next = static_cast<const char*>(w.data) + (next_row + next_depth * w.col_stride) * item;
+    int64_t call = 0;
+    for (int64_t panel = 0; panel < block.panels(); ++panel) {
+      const int64_t width = block.width(panel), start = panel * block.kWide;
+      for (int64_t t = 0; t * MR < rows; ++t, ++call) {
+        const Ahead ahead = call < next_count ? Ahead{next + call * w.col_stride * item, 192}
+                                              : Ahead{reinterpret_cast<const char*>(tiles), 0};
+        multiply_tile<C>(std::min(MR, rows - t * MR), kc, {tiles + t * kTile, MR, true}, width,
+                         b + start * depth + p * width, sums.at(start, width, t * MR), width, p > 0, ahead);
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+// sums [panel][group][width] = rows [first, first + rows) of w [w_rows, depth], rows <= group, times the panels b. `group`
+// is a multiple of the tile's rows.
+template <class C>
+void multiply_lanes(const Matrix& w, int64_t w_rows, int64_t first, int64_t rows, int64_t depth,
+                    const LaneBlock<C>& block, const C* b, C* sums, int64_t group) {
+  if (depth == 0) std::fill_n(sums, block.lanes() * group, C(0));
+  const int64_t step = group_rows<C>(w);
+  for (int64_t i = 0; i < rows; i += step) {
+    const int64_t count = std::min(step, rows - i);
+    const LaneSums<C> target{sums, group, i};
+    if (step == kGroup<C>)
+      detail::multiply_rows_of<C>(w, first + i, count, depth, block, b, target);
+    else
+      detail::multiply_columns_of<C>(w, w_rows, first + i, count, depth, block, b, target);
   }
 }
 

@@ -27,7 +27,7 @@ void pack_left(const ExpertRows& x, int64_t first, int64_t depth, int64_t column
     if (x.col_stride == 1)
       pack_columns<C, T>(
           [&](int64_t k) { return source + (x.gather ? int64_t(x.gather[first + k]) : first + k) * x.row_stride; },
-          lanes, depth, out);
+          lanes, depth, out, depth * Tile<C>::rows);
     else
       pack_a<C>(source + first * x.row_stride, x.col_stride, x.row_stride, lanes, depth, out);
   });

@@ -12,10 +12,18 @@ from pyfast import kernels
 from pyfast.kernels import matmul_choice
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.ops.checks import autocast, check_float, check_same
-from pyfast.ops.dispatch import Op, differentiable
+from pyfast.ops.dispatch import Op, differentiable, refuse_second_derivative
+from pyfast.ops.main_grad import Defer, add_or_defer, check_main_grad
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    main_grad: Tensor | None = None,
+    defer: Defer | None = None,
+) -> Tensor:
     """x @ w.T + bias, as torch.nn.functional.linear.
 
     On CPU the packed GEMM of this package is used for the sizes and dtypes at which it is faster (docs/kernels.md has
@@ -26,6 +34,10 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
             its dtype first, as torch does.
         w: [F, H], x's dtype.
         bias: [F], x's dtype, or None.
+        main_grad: float32 (float64 for float64) tensor of w's shape: backward adds the gradient of w into it, in full
+            precision, and autograd gets none for w. Nothing is added when w requires no gradient.
+        defer: called in backward with a closure that does that addition when it is called (a list's append, say);
+            needs main_grad. The closure keeps x and the upstream gradient alive.
 
     Returns:
         [..., F] in x's dtype; sums are float32 (float64 for float64), rounded once.
@@ -45,6 +57,9 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         check_same("bias", bias, "x", x)
         if bias.shape != w.shape[:1]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({w.shape[0]},), w's output features")
+    check_main_grad("main_grad", main_grad, "w", w, defer)
+    if main_grad is not None:
+        return _WithMainGrad.apply(x, w, bias, main_grad, defer)
     if _packed_is_faster(x, *w.shape):
         return _linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
@@ -60,6 +75,18 @@ def weight_gradient(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
     if _packed_is_faster(dy, *w.shape):
         return _packed_weight_gradient(dy, x, w)
     return _as_matrix(dy).t() @ _as_matrix(x)
+
+
+def add_weight_gradient(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
+    """Add the gradient by w of `linear`, from dy [..., F] and x [..., H], into main_grad [F, H] of the sum dtype."""
+    dy, x = _as_matrix(dy), _as_matrix(x)
+    if dy.dtype == main_grad.dtype and not _packed_is_faster(dy, *main_grad.shape):
+        main_grad.addmm_(dy.t(), x)
+    elif main_grad.stride(0) != 1 and main_grad.stride(1) != 1:  # the kernel writes contiguous rows or columns
+        gradient = torch.empty_like(main_grad, memory_format=torch.contiguous_format)
+        main_grad += kernels.for_device(dy.device).gemm(dy.t(), x, gradient)
+    else:  # sums stay in main_grad's precision, without a product of the inputs' dtype in between
+        kernels.for_device(dy.device).gemm(dy.t(), x, main_grad, accumulate=True)
 
 
 def _packed_input_gradient(dy: Tensor, w: Tensor) -> Tensor:
@@ -126,6 +153,30 @@ def _gradients(ctx, dy: Tensor):
     needed = ctx.needs_input_grad
     results = _backward_op(dy, x, w, *needed)
     return tuple(result if need else None for result, need in zip(results, needed, strict=True))
+
+
+class _WithMainGrad(torch.autograd.Function):
+    """The same with the gradient of w added into a buffer, now or when a closure is called."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, main_grad, defer):
+        ctx.save_for_backward(x, w)
+        ctx.main_grad, ctx.defer = main_grad, defer
+        if _packed_is_faster(x, *w.shape):
+            return _forward(x, w, bias)
+        return torch.nn.functional.linear(x, w, bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        refuse_second_derivative("linear")
+        x, w = ctx.saved_tensors
+        main_grad = ctx.main_grad
+        need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
+        dx = input_gradient(dy, w) if need_dx else None
+        if need_dw:
+            add_or_defer(ctx.defer, lambda: add_weight_gradient(dy, x, main_grad), main_grad)
+        dbias = _as_matrix(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype) if need_dbias else None
+        return dx, None, dbias, None, None
 
 
 _forward_op = Op("linear", "(Tensor x, Tensor w, Tensor? bias) -> Tensor", _forward, _forward_fake)

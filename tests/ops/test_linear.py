@@ -75,6 +75,66 @@ def test_same_bits_for_any_number_of_threads(dtype, packed):
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("later", [False, True], ids=["now", "deferred"])
+def test_main_grad_is_added_to(later, dtype, route):
+    torch.manual_seed(0)
+    x, w, bias = (torch.randn(size, dtype=dtype, requires_grad=True) for size in ((2, 35, 33), (70, 33), (70,)))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    main_grad, closures = torch.full(w.shape, 7.0, dtype=wide), []
+    version = main_grad._version
+    y = ops.linear(x, w, bias, main_grad=main_grad, defer=closures.append if later else None)
+    dy = torch.randn(y.shape, dtype=dtype)
+    y.backward(dy)
+    if later:
+        assert torch.equal(main_grad, torch.full_like(main_grad, 7.0)) and len(closures) == 1
+        closures[0]()
+    leaves = [leaf.detach().double().requires_grad_() for leaf in (x, w, bias)]
+    F.linear(*leaves).backward(dy.double())
+    assert w.grad is None and main_grad._version > version and not main_grad.requires_grad
+    assert relative_error(y, F.linear(*leaves)) < TOLERANCE[dtype]
+    assert relative_error(x.grad, leaves[0].grad) < TOLERANCE[dtype]
+    assert relative_error(bias.grad, leaves[2].grad) < TOLERANCE[dtype]
+    # Never rounded to the inputs' dtype on the way.
+    assert relative_error(main_grad.double() - 7, leaves[1].grad) < (1e-13 if dtype == torch.float64 else 2e-6)
+
+
+def test_a_frozen_weight_leaves_main_grad_alone():
+    x, w, main_grad, closures = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8), torch.full((9, 8), 7.0), []
+    ops.linear(x, w, main_grad=main_grad, defer=closures.append).sum().backward()
+    assert not closures and torch.equal(main_grad, torch.full((9, 8), 7.0))
+    torch.testing.assert_close(x.grad, w.sum(0).expand(5, 8))
+
+
+def test_main_grad_may_be_a_strided_view(route):
+    x, w = torch.randn(70, 33), torch.randn(20, 33, requires_grad=True)
+    buffers = torch.ones(33, 20), torch.ones(20, 99)
+    for main_grad in (buffers[0].t(), buffers[1][:, ::3]):
+        ops.linear(x, w, main_grad=main_grad).sum().backward()
+        assert relative_error(main_grad - 1, x.double().sum(0).expand(20, 33)) < 2e-6
+    assert torch.equal(buffers[1][:, 1::3], torch.ones(20, 33))
+
+
+def test_second_derivatives_with_main_grad_are_refused():
+    x, w = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    y = ops.linear(x, w, main_grad=torch.zeros(9, 8))
+    with pytest.raises(NotImplementedError, match="second derivatives of linear"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"main_grad": torch.zeros(8, 9)}, ValueError, "main_grad has shape"),
+        ({"main_grad": torch.zeros(9, 8).double()}, TypeError, "main_grad is torch.float64"),
+        ({"defer": print}, ValueError, "defer is given without main_grad"),
+    ],
+)
+def test_bad_buffers_are_named(options, error, words):
+    with pytest.raises(error, match=words):
+        ops.linear(torch.randn(5, 8), torch.randn(9, 8, requires_grad=True), **options)
+
+
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["x", "w"])
 def test_a_gradient_nobody_wants_costs_no_gemm(wanted, packed, monkeypatch):
     x, w = torch.randn(20, 8).requires_grad_(wanted[0]), torch.randn(9, 8).requires_grad_(wanted[1])

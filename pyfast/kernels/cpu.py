@@ -19,6 +19,14 @@ from pyfast.kernels.cpu_attention import (  # noqa: F401
     attention_state_backward,
     attention_state_forward,
 )
+from pyfast.kernels.cpu_moe import (  # noqa: F401
+    grouped_bias_gradient,
+    grouped_gemm_forward,
+    grouped_gemm_weight_gradient,
+    moe_mlp_backward,
+    moe_mlp_forward,
+    moe_mlp_weight_gradients,
+)
 from pyfast.kernels.cpu_route import route_backward, route_forward  # noqa: F401
 from pyfast.kernels.cpu_row_map import (  # noqa: F401
     gather_rows,
@@ -30,14 +38,6 @@ from pyfast.kernels.cpu_row_map import (  # noqa: F401
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.errors import position_error
 from pyfast.kernels.extension import _C
-from pyfast.kernels.cpu_moe import (  # noqa: F401
-    grouped_bias_gradient,
-    grouped_gemm_forward,
-    grouped_gemm_weight_gradient,
-    moe_mlp_backward,
-    moe_mlp_forward,
-    moe_mlp_weight_gradients,
-)
 
 
 def _library(isa: str) -> str | None:

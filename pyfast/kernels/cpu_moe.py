@@ -57,7 +57,7 @@ def grouped_bias_gradient(dy: Tensor, offsets: Tensor, experts: int) -> Tensor:
 def moe_mlp_forward(
     x: Tensor, maps: Maps, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """(y [T, H], the pre-activation of all rows for `moe_mlp_backward`: [R, 2F] in the kernel's own order, or empty)."""
+    """(y [T, H], the pre-activation of all rows in an order of the kernel's own, [R, 2F], or empty without `keep`)."""
     x, weights, maps = _contiguous_columns(x), weights.contiguous(), _maps(maps)
     rows = maps[1].shape[0]
     y = x.new_empty(x.shape)

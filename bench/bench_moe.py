@@ -1,7 +1,7 @@
 """Experts forward + backward against a loop over unbound experts, F.grouped_mm and transformers' own loop.
 
 Gradients go where training puts them: ours into main_grad buffers, torch into an existing .grad. The ratio to beat is
-the one to the faster of torch (two ways). `--threads 2` for two threads; torch limited to AVX2, where it has no bfloat16
+the one to the faster of torch (two ways). `--threads 2` for two threads; torch held to AVX2, where it has no bfloat16
 instructions: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 pytest bench/bench_moe.py --sizes full
 """
 

@@ -107,9 +107,10 @@ def moe_mlp_weight_gradients(
     """Write or add the gradients that `moe_mlp_backward` left out with `keep_rows`, from what it returned."""
     dh, activation = kept
     offsets, gather, _, _ = _maps(maps)
+    dy, x = _contiguous_columns(dy), _contiguous_columns(x)  # copies live as long as the kernel reads them
     for left, right, dw in (
-        (_rows(dh), _rows(_contiguous_columns(x), gather), dw_gate_up),
-        (_rows(_contiguous_columns(dy), gather), _rows(activation), dw_down),
+        (_rows(dh), _rows(x, gather), dw_gate_up),
+        (_rows(dy, gather), _rows(activation), dw_down),
     ):
         if dw is None:
             continue

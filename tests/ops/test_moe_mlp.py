@@ -255,6 +255,24 @@ def test_strided_inputs_and_expanded_gradient():
     assert relative_error(x.grad, expected(x, chosen, weights, w_gate_up, w_down, torch.ones(40, 33))[1]) < 1.5e-6
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["now", "deferred"])
+def test_main_grads_of_strided_inputs_and_expanded_gradients(later):
+    """What has to be copied for the kernels is still there when they read it."""
+    (x, *rest), _ = random_problem(400, 2, 4, 33, 21)
+    x = x.detach().t().contiguous().t().requires_grad_()
+    buffers, closures = (torch.ones(4, 33, 42), torch.ones(4, 21, 33)), []
+    main_grads = tuple(buffer.transpose(1, 2) for buffer in buffers)
+    for dy in (torch.ones(()).expand(400, 33), torch.randn(33, 400).t()):
+        for main_grad in main_grads:
+            main_grad.fill_(1.0)
+        y = ops.moe_mlp(x, *rest, main_grads=main_grads, defer=closures.append if later else None)
+        y.backward(dy)
+        while closures:
+            closures.pop()()
+        for main_grad, want in zip(main_grads, expected(x, *rest, dy)[3:], strict=True):
+            assert relative_error(main_grad - 1, want) < 3e-6
+
+
 def test_offsets_in_a_view_that_pass_two_to_the_31(tmp_path):
     """Tokens of x and dy, experts and main_grads lie more than 2^31 elements apart, in sparse files."""
     stride = 2**30 + 7

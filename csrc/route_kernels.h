@@ -38,7 +38,7 @@ struct RouteForward {
   Route route;
   int32_t* experts;   // [T, K]
   void* weights;      // [T, K] C
-  int32_t* chosen;    // [T, K] as experts, but -2 - e where expert e dropped the slot; null: nothing can be dropped
+  int32_t* chosen;    // [T, K] as experts, but -2 - e where expert e dropped the slot; null: nothing can be dropped (or T = 0)
   int64_t* load;      // [S, E] slots that chose the expert
   int64_t* counts;    // [E] slots that it keeps; null like chosen
   int64_t* dropped;   // scalar

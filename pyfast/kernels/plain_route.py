@@ -25,20 +25,24 @@ def route_forward(
     token_ids = _token_ids(logits, token_ids)
     scope, scopes = _scope_of(logits, valid, starts)
     x = reference.jittered(logits.detach().to(sum_dtype(logits.dtype)), token_ids, settings)
-    experts = reference.choose(x, bias, token_ids, settings)
-    experts = experts.masked_fill((scope < 0).unsqueeze(1), reference.NO_EXPERT)
-    weights = reference.weigh(x, experts, settings)
-    load = _load(experts, scope, scopes, num_experts)
     valid_tokens = torch.bincount(scope + 1, minlength=scopes + 1)[1:]
     results = empty_results(logits, scopes, settings)
     chosen, counts, dropped = results.chosen, results.counts, torch.zeros_like(results.dropped)
-    if settings.limited:
-        capacity = reference.capacity_of(valid_tokens.sum(), num_experts, settings)
-        drop = reference.drop_over_capacity(experts, weights, capacity, num_experts, settings.drop_by_probability)
-        chosen = torch.where(drop, -2 - experts, experts).int()
-        counts = torch.minimum(load.sum(0), capacity)
-        dropped = drop.sum()
-        experts, weights = experts.masked_fill(drop, reference.NO_EXPERT), weights.masked_fill(drop, 0.0)
+    capacity = reference.capacity_of(valid_tokens.sum(), num_experts, settings) if settings.limited else None
+    if settings.choice == "expert_choice":
+        experts, taken = reference.expert_choice(x, scope >= 0, capacity, settings)
+        weights, load, chosen = reference.weigh(x, experts, settings), taken.sum(0, keepdim=True), experts.int()
+        counts = _load(experts, torch.zeros_like(scope), 1, num_experts)[0]
+        dropped = load.sum() - counts.sum()
+    else:
+        experts = reference.choose(x, bias, token_ids, settings)
+        experts = experts.masked_fill((scope < 0).unsqueeze(1), reference.NO_EXPERT)
+        weights, load = reference.weigh(x, experts, settings), _load(experts, scope, scopes, num_experts)
+        if settings.limited:
+            drop = reference.drop_over_capacity(experts, weights, capacity, num_experts, settings.drop_by_probability)
+            chosen, counts = torch.where(drop, -2 - experts, experts).int(), torch.minimum(load.sum(0), capacity)
+            dropped = drop.sum()
+            experts, weights = experts.masked_fill(drop, reference.NO_EXPERT), weights.masked_fill(drop, 0.0)
     return RouteResults(
         weights, experts.int(), load, valid_tokens, counts, dropped, chosen,
         reference.score_sums(x, scope, scopes, settings) if settings.score_sums else results.score_sums,

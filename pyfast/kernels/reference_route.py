@@ -65,6 +65,21 @@ def outside_of_best_groups(keys: Tensor, settings: RouteSettings) -> Tensor:
     return outside.repeat_interleave(experts // settings.num_groups, dim=1)
 
 
+def expert_choice(x: Tensor, valid: Tensor, capacity: Tensor, settings: RouteSettings) -> tuple[Tensor, Tensor]:
+    """(int64 [T, K]: the experts that took each token, -1 for none; bool [T, E]: all that did) (Zhou et al., 2022)."""
+    keys = x if settings.score == "softmax_chosen" else scores_of(x, settings.score)
+    keys = torch.where(keys.isnan(), x, keys)
+    keys = torch.where(keys.isnan(), torch.inf, keys)
+    order = torch.sort(keys, dim=0, descending=True, stable=True).indices
+    order = order.gather(0, torch.sort((~valid)[order].to(torch.int8), dim=0, stable=True).indices)
+    rank = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(order)
+    taken = torch.zeros_like(order).scatter(0, order, rank) < torch.minimum(capacity, valid.sum())
+    order = torch.sort(keys, dim=1, descending=True, stable=True).indices
+    order = order.gather(1, torch.sort((~taken).gather(1, order).to(torch.int8), dim=1, stable=True).indices)
+    order = order[:, : settings.slots]
+    return torch.where(taken.gather(1, order), order, NO_EXPERT), taken
+
+
 def weigh(x: Tensor, experts: Tensor, settings: RouteSettings) -> Tensor:
     """[T, K]: weights of the chosen experts (int64, -1: 0), before any is dropped."""
     present = experts >= 0

@@ -51,8 +51,8 @@ class RouteSettings(NamedTuple):
 
     @property
     def limited(self) -> bool:
-        """Whether experts may drop slots."""
-        return self.choice != "expert_choice" and (self.capacity >= 0 or self.capacity_factor > 0)
+        """Whether slots may be dropped: by experts, or in expert choice by tokens."""
+        return self.capacity >= 0 or self.capacity_factor > 0
 
     @property
     def random(self) -> float:

@@ -201,7 +201,6 @@ def _settings(
     if slots is not None and choice != "expert_choice":
         raise ValueError(f"slots is {slots} with choice {choice!r}; it goes with 'expert_choice' only, else it is k")
     if choice == "expert_choice":
-        raise NotImplementedError("choice 'expert_choice' has no kernel yet")
         slots = experts if slots is None else _check_integer("slots", slots, 1, experts, "the number of experts")
     return RouteSettings(
         k, "softmax_chosen" if softmax_over == "chosen" else score, bool(normalize),

@@ -61,7 +61,7 @@ def step(function, logits: Tensor, upstream: Tensor):
         weights, experts, counts, *losses = function(logits)
         ones = [torch.ones(()) for _ in losses]
         (grad,) = torch.autograd.grad([weights, *losses], logits, [upstream, *ones])
-        return [weights, experts.float(), counts.float(), *losses, grad]
+        return [weights, experts, counts, *losses, grad]
 
     return run
 

@@ -24,12 +24,11 @@ class Router {
 
   Router(const RouteForward& f, Scratch& scratch)
       : f_(f), a_(f.route), P_(padded<C>(a_.experts)), K_(padded<C>(a_.slots)) {
-    x_ = scratch.get<C>(3 * P_ + 3 * K_ + a_.groups);
+    x_ = scratch.get<C>(3 * P_ + K_ + a_.groups);
     keys_ = x_ + P_;
     scores_ = keys_ + P_;
-    best_ = scores_ + P_;
-    chosen_ = best_ + K_;
-    group_scores_ = chosen_ + 2 * K_;
+    chosen_ = scores_ + P_;
+    group_scores_ = chosen_ + K_;
     const bool softmax = a_.score != RouteScore::sigmoid;
     by_score_ = a_.score != RouteScore::softmax_chosen && (a_.bias || (a_.groups > 1 && a_.group_top2));
     softmax_over_chosen_ = a_.score == RouteScore::softmax_chosen || (softmax && a_.normalize);
@@ -105,8 +104,11 @@ class Router {
       return;
     }
     const bool random = a_.random > 0 && uniform(a_.random_key, id, 65535) < a_.random;
-    const C* keys = random || by_score_ || a_.bias || a_.groups > 1 || has_nan(x_, P_) ? make_keys(random, id) : x_;
-    best_of<C>(keys, a_.experts, a_.slots, best_, ids);
+    if (random || by_score_ || a_.bias || a_.groups > 1 || has_nan(x_, P_))
+      make_keys(random, id);
+    else
+      for (int64_t j = 0; j < P_; j += L) store(keys_ + j, load(x_ + j));
+    best_of<C>(keys_, a_.experts, a_.slots, ids);
   }
 
   // What experts are chosen by. NaN stands for what must not be chosen, so a NaN among the logits becomes +inf; where
@@ -166,7 +168,7 @@ class Router {
   const RouteForward& f_;
   const Route& a_;
   const int64_t P_, K_;
-  C *x_, *keys_, *scores_, *best_, *chosen_, *group_scores_;
+  C *x_, *keys_, *scores_, *chosen_, *group_scores_;
   bool by_score_;             // chosen by p (+ bias), not by x (+ bias)
   bool softmax_over_chosen_;  // the weights
   bool all_scores_;           // p of every expert is needed

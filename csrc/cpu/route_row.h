@@ -124,29 +124,43 @@ PF_INLINE vec_t<C> sigmoid(vec_t<C> x, vec_t<C>* slope) {
   return (x < C(0) ? e : broadcast<C>(C(1))) * inverse;
 }
 
-// The k greatest of keys[0, padded(size)) in descending order, ties to the lowest index; NaN keys are never taken.
-// k of them must be no NaN.
+// The greatest lane; NaN lanes must be none.
 template <class C>
-PF_INLINE void best_of(const C* keys, int64_t size, int64_t k, C* values, int32_t* ids) {
+PF_INLINE C greatest_lane(vec_t<C> v) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<C, float>)
+    return _mm512_reduce_max_ps(__m512(v));
+  else
+    return _mm512_reduce_max_pd(__m512d(v));
+#else
+  return horizontal_max<C>(v);
+#endif
+}
+
+// The first index with keys[index] == value, which must exist; NaN is left there. By whole vectors: a scalar store would
+// stall the vector load that follows.
+template <class C>
+PF_INLINE int64_t take_first_equal(C* keys, C value) {
   constexpr int L = Vec<C>::size;
-  int64_t count = 0, j = 0;
-  auto insert = [&](C value, int32_t id) {
-    int64_t at = count < k ? count++ : k - 1;
-    for (; at > 0 && values[at - 1] < value; --at) {
-      values[at] = values[at - 1];
-      ids[at] = ids[at - 1];
-    }
-    values[at] = value;
-    ids[at] = id;
-  };
-  for (; j < size && (count < k || j % L); ++j)
-    if (count < k ? keys[j] == keys[j] : keys[j] > values[k - 1]) insert(keys[j], int32_t(j));
-  for (; j < size; j += L) {
+  for (int64_t j = 0;; j += L) {
     const vec_t<C> v = load(keys + j);
-    for (uint32_t lanes = lanes_of<C>(v > broadcast<C>(values[k - 1])); lanes; lanes &= lanes - 1) {
+    if (const uint32_t lanes = lanes_of<C>(v == broadcast<C>(value))) {
       const int lane = __builtin_ctz(lanes);
-      if (keys[j + lane] > values[k - 1]) insert(keys[j + lane], int32_t(j + lane));
+      store(keys + j, iota<C>() == broadcast<C>(C(lane)) ? broadcast<C>(std::numeric_limits<C>::quiet_NaN()) : v);
+      return j + lane;
     }
+  }
+}
+
+// The k greatest of keys[0, size) in descending order, ties to the lowest index, one after the other: no branch depends
+// on the numbers but where the next one is found. NaN keys are never taken, and mark what was; k of them must be no NaN.
+template <class C>
+PF_INLINE void best_of(C* keys, int64_t size, int64_t k, int32_t* ids) {
+  constexpr int L = Vec<C>::size;
+  for (int64_t i = 0; i < k; ++i) {
+    vec_t<C> top = broadcast<C>(-kInfinity<C>);
+    for (int64_t j = 0; j < size; j += L) top = select_max<C>(load(keys + j), top);  // NaN > top is false
+    ids[i] = int32_t(take_first_equal(keys, greatest_lane<C>(top)));
   }
 }
 

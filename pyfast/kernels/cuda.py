@@ -15,6 +15,15 @@ from pyfast.kernels.plain import *  # noqa: F403 (every function that has no ker
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
+if HAS_TRITON:
+    from pyfast.kernels.triton.attention import (  # noqa: F401
+        attention_backward,
+        attention_delta,
+        attention_forward,
+        attention_state_backward,
+        attention_state_forward,
+    )
+
 if (_library := cuda_library.load()) is not None:
     _row_map = CudaRowMap(_library)
     row_map, tile_list, gather_rows = _row_map.row_map, _row_map.tile_list, _row_map.gather_rows

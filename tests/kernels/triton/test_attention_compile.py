@@ -1,0 +1,118 @@
+"""Every shipped configuration of the attention kernels, compiled for GPUs that are not here.
+
+No spilled registers, shared memory within the limits, tensor-core instructions (wgmma on sm_90), TMA.
+The default run takes what training runs take: bfloat16, head size 128; `-m exhaustive` takes the whole table.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+from support.triton_compile import compile_launches  # noqa: E402
+
+from pyfast.kernels.triton import attention as kernels  # noqa: E402
+from pyfast.kernels.triton.attention_config import TILES  # noqa: E402
+
+pytestmark = pytest.mark.triton_compile
+
+T, N, NK = 512, 4, 2
+KERNELS = ("forward", "keys", "queries")
+
+
+def launch(kernel: str, dtype: torch.dtype, D: int, Dv: int, *, softcap=0.0, carried=False, descriptors=True):
+    """Start one kernel through the code that starts it in earnest; with 512 rows, as many tiles as there may be."""
+    width = 1 if descriptors else 2  # every other head: strides are no obstacle to pointers, a misaligned row is to TMA
+    q, k, v = (torch.empty(T, n, d, dtype=dtype) for n, d in ((N, D), (NK, D), (NK, Dv)))
+    if width == 2:
+        q, k, v = (torch.empty(T, x.shape[1] * x.shape[2] + 1, dtype=dtype)[:, 1:].unflatten(1, x.shape[1:])
+                   for x in (q, k, v))  # fmt: skip
+    runs = torch.tensor([[0, 0, T, 1]])
+    options = kernels.Options(True, D**-0.5, -1, -1, softcap)
+    dout, acc = torch.empty(T, N, Dv, dtype=dtype), torch.empty(T, N, Dv)
+    lse, delta = torch.empty(N, T), torch.empty(N, T)
+    if kernel == "forward":
+        sinks, state = (torch.empty(N), (acc, lse)) if carried else (None, None)
+        kernels.attention_state_forward(q, k, v, runs, runs, *options, sinks, state)
+        return
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32 if carried else dtype) for x in (q, k, v))
+    wanted = (None, dk, dv) if kernel == "keys" else (dq, None, None)
+
+    def plan(kind, tiles):
+        return kernels._plan_of_runs(kind, runs, runs, q, k, options, tiles)
+
+    if not descriptors:
+        dout = torch.empty(T, N * Dv + 1, dtype=dtype)[:, 1:].unflatten(1, (N, Dv))
+    kernels._backward(dout, q, k, v, lse, delta, plan, options, None, *wanted, add=carried)
+
+
+def compiled(arch, kernel, dtype, D, Dv, **options):
+    results = compile_launches(arch, lambda: launch(kernel, dtype, D, Dv, **options))
+    assert results and all(kernel in result.name for result in results)
+    return results
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_head_size_128(arch, kernel):
+    for result in compiled(arch, kernel, torch.bfloat16, 128, 128):
+        result.check(tma=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_head_size_64_on_sm_90(kernel):
+    for result in compiled(90, kernel, torch.bfloat16, 64, 64):
+        result.check(tma=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_state_and_softcap_on_sm_90(kernel):
+    for result in compiled(90, kernel, torch.bfloat16, 128, 128, softcap=20.0, carried=True):
+        result.check(tma=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("softcap, carried", [(0.0, False), (0.0, True), (20.0, True)])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_whole_table_in_16_bits(arch, kernel, width, softcap, carried):
+    for dtype in (torch.bfloat16, torch.float16):
+        for result in compiled(arch, kernel, dtype, width, width, softcap=softcap, carried=carried):
+            result.check(tma=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [90, 100])
+def test_pointers_where_tma_cannot_read(arch, kernel, width):
+    for result in compiled(arch, kernel, torch.bfloat16, width, width, descriptors=False):
+        assert "UTMALDG" not in result.instructions
+        result.check(tensor_cores=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("D, Dv", [(80, 80), (192, 128), (40, 24)])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_head_sizes_that_are_padded(arch, kernel, D, Dv):
+    for result in compiled(arch, kernel, torch.bfloat16, D, Dv):
+        result.check(tensor_cores=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_float32(arch, kernel, width):
+    for result in compiled(arch, kernel, torch.float32, width, width):
+        result.check(tensor_cores=False)
+
+
+def test_the_table_has_every_architecture_kernel_and_head_size():
+    for table in TILES.values():
+        assert set(table) == {80, 90, 100}
+        for row in table.values():
+            assert set(row) == set(KERNELS) and all(set(sizes) == {64, 128, 256} for sizes in row.values())

@@ -1,0 +1,58 @@
+"""bench/device.py: what of it runs without a GPU. Its checks, on CPU kernels, are right and can fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import device
+
+    yield device
+    for name in [name for name in sys.modules if name == "device" or name.startswith("device_")]:
+        del sys.modules[name]
+
+
+def test_without_a_gpu_it_says_so(device, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.main([]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_an_unknown_section_is_refused(device, capsys):
+    with pytest.raises(SystemExit):
+        device.parse(["--section", "everything"])
+    assert "attention" in capsys.readouterr().err
+    assert device.parse(["--section", "attention", "--checks-only"]).section == ["attention"]
+
+
+def test_the_checks_of_attention_pass_on_the_cpu(device, capsys):
+    import device_attention
+
+    assert device.report_checks(
+        "attention", device_attention.check(torch.device("cpu"), length=90, dtypes=(torch.float32, torch.bfloat16))
+    )
+    printed = capsys.readouterr().out
+    for feature in ("softcap, float32", "sinks, bfloat16", "zigzag, float32", "| error |"):
+        assert feature in printed
+
+
+def test_a_wrong_result_is_not_timed(device, monkeypatch, capsys):
+    import device_attention
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "describe_device", lambda: "a GPU")
+    wrong = [device.Check("causal", 0.5, 1e-5), device.Check("full", float("nan"), 1e-5)]
+    monkeypatch.setattr(device_attention, "check", lambda device: iter(wrong))
+    monkeypatch.setattr(device_attention, "measure", lambda *_: pytest.fail("timed"))
+    assert device.main(["--section", "attention"]) == 1
+    streams = capsys.readouterr()
+    assert "**causal**" in streams.out and "**full**" in streams.out and "nothing was timed" in streams.err

@@ -72,6 +72,22 @@ def test_state_and_softcap_on_sm_90(kernel):
         result.check(tma=True)
 
 
+def test_sizes_of_one():
+    """Triton makes constants of arguments that are 1: one row, one head, one tile must compile as well."""
+    q, k, v = (torch.empty(1, 1, 1, 16, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 1)
+    options = (None, None, None, True, 0.25, -1, 1, 0.0)
+
+    def call():
+        kernels.attention_forward(q, k, v, *options)
+        kernels.attention_backward(out, lse, q, k, v, out, lse, *options)
+
+    results = compile_launches(90, call)
+    assert len(results) == 4  # forward, delta, keys, queries
+    for result in results:
+        result.check(tensor_cores=False)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("softcap, carried", [(0.0, False), (0.0, True), (20.0, True)])
 @pytest.mark.parametrize("width", [64, 128, 256])

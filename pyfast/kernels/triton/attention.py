@@ -61,7 +61,7 @@ def attention_forward(
     lse_NT = torch.empty(q_TND.shape[1], q_TND.shape[0], dtype=torch.float32, device=q.device)
     launch = _Launch("forward", q_TND, k_TND, v_TND, options, tiles, k_TND, v_TND)
     plan = _plan_of_call("queries", q, k, cu_seqlens_q, cu_seqlens_k, options, launch.tiles)
-    _forward(launch, plan, _packed(out), lse_NT, sinks, carry=False)
+    _forward(launch, plan, _flat(out), lse_NT, sinks, carry=False)
     return out, _unpack_lse(lse_NT, q)
 
 
@@ -86,7 +86,7 @@ def attention_backward(
     def plan(kind: str, tiles: Tiles) -> Plan:
         return _plan_of_call(kind, q, k, cu_seqlens_q, cu_seqlens_k, options, tiles)
 
-    _backward(*parts, plan, options, tiles, _packed(dq), _packed(dk), _packed(dv), add=False)
+    _backward(*parts, plan, options, tiles, _flat(dq), _flat(dk), _flat(dv), add=False)
     return dq, dk, dv, _sink_gradient(sinks, lse_NT, delta_NT) if sinks is not None else q.new_empty(0).float()
 
 
@@ -321,14 +321,25 @@ def _pad(width: int) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [T, N, D] with contiguous last dimension, and rows near enough that a block is addressed with 32 bits."""
-    near = x.stride(-1) == 1 and all(0 <= s < 1 << 22 for s in x.stride()[:2])
-    return x if near else x.contiguous()
+    """x [T, N, D] as TMA can read it, and with rows near enough that a block is addressed with 32 bits; else a copy.
+
+    Rows that start between 16-byte boundaries would be read in single elements, whose addresses fill the registers.
+    """
+    if x.numel() == 0 or (describable(x) and all(stride < 1 << 22 for stride in x.stride()[:2])):
+        return x
+    step = 16 // x.element_size()
+    aligned = x.new_empty(*x.shape[:2], -(-x.shape[2] // step) * step)[..., : x.shape[2]]
+    return aligned.copy_(x)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """[B, S, N, D] as [T, N, D]; a view where strides allow."""
-    return _rows(x.flatten(0, 1) if x.dim() == 4 else x)
+    """[B, S, N, D] as [T, N, D] for reading; a view where strides allow."""
+    return _rows(_flat(x))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Contiguous [B, S, N, D] as [T, N, D], to be written."""
+    return x.flatten(0, 1) if x.dim() == 4 else x
 
 
 def _pack_lse(lse: Tensor) -> Tensor:

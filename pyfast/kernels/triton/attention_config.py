@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
 _FLOAT32 = {
     "forward": {64: Tiles(32, 32, 16, 4, 2), 128: Tiles(32, 32, 16, 4, 2), 256: Tiles(16, 16, 16, 8, 1)},
     "keys": {64: Tiles(32, 32, 16, 4, 2), 128: Tiles(16, 32, 16, 8, 1), 256: Tiles(16, 16, 16, 8, 1)},
-    "queries": {64: Tiles(32, 32, 16, 4, 2), 128: Tiles(32, 16, 16, 8, 2), 256: Tiles(16, 16, 16, 8, 1)},
+    "queries": {64: Tiles(32, 16, 16, 4, 2), 128: Tiles(32, 16, 16, 8, 2), 256: Tiles(16, 16, 16, 8, 1)},
 }
 
 # bits of the dtype -> architecture -> kernel -> {largest padded head size: tiles}

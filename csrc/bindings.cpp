@@ -37,8 +37,10 @@ std::vector<std::string> supported_isas() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512bf16")) names.push_back("avx512bf16");  // the library of avx512
     names.push_back("avx512");
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
     names.push_back("avx2");
 #endif
@@ -61,8 +63,9 @@ bool find_openmp(const std::string& torch_library) {
 }
 
 // Loads the kernel library of one instruction set and makes it the current one.
-void load(const std::string& path, const std::string& torch_library) {
+void load(const std::string& path, const std::string& torch_library, bool bfloat16_dot) {
   find_openmp(torch_library);
+  g_runtime.bfloat16_dot = bfloat16_dot;
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) throw std::runtime_error("cannot load the CPU kernels: " + std::string(dlerror()));
   auto entry = reinterpret_cast<decltype(&pyfast_kernels)>(dlsym(handle, "pyfast_kernels"));
@@ -163,8 +166,10 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& name : supported_isas()) names.append(name);
     return names;
   });
-  m.def("load", &load, py::arg("path"), py::arg("torch_library"));
-  m.def("isa", [] { return g_kernels ? std::string(g_kernels->isa) : std::string(); });
+  m.def("load", &load, py::arg("path"), py::arg("torch_library"), py::arg("bfloat16_dot") = false);
+  m.def("isa", [] {
+    return g_kernels ? std::string(g_kernels->isa) + (g_runtime.bfloat16_dot ? "bf16" : "") : std::string();
+  });
   m.def("has_openmp", [] { return g_runtime.parallel != nullptr; });
   m.def("rms_norm_forward", &rms_norm_forward);
   m.def("rms_norm_backward", &rms_norm_backward);

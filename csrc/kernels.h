@@ -17,6 +17,7 @@ struct Runtime {
   void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);  // GOMP_parallel
   int (*thread_num)();                                                                   // omp_get_thread_num
   int (*num_threads)();                                                                  // omp_get_num_threads
+  bool bfloat16_dot;  // kernels of "avx512" may use AVX512-BF16
 };
 
 // y = x * rstd * weight, rstd = 1/sqrt(mean(x^2) + eps); rows of `width` contiguous elements, row stride in elements.

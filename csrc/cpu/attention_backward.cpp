@@ -23,52 +23,78 @@
 namespace pyfast {
 namespace {
 
-// Sizes, and where a panel's parts lie.
-template <class C>
+// Sizes, in elements of C or E alike, and where a panel's parts lie.
+template <class C, class E>
 struct Layout {
-  static constexpr int W = kLanes<C>;
-  int64_t depth, value_depth;  // head sizes padded to kRows: along the depth of panels and columns
+  static_assert(sizeof(E) == sizeof(C));
+  static constexpr int W = kLanes<C>, N = kValues<C, E>;
+  int64_t depth, value_depth;  // of the products Q K^T and dO V^T
+  int64_t columns;             // rows of dQ^T: head size padded to kRows
   int64_t width, value_width;  // padded to vectors: rows of Q, dO, dK, dV
 
   explicit Layout(const AttentionShape& s)
-      : depth(ceil_to(s.head_size, kRows)),
-        value_depth(ceil_to(s.value_size, kRows)),
+      : depth(depth_of<C, E>(s.head_size)),
+        value_depth(depth_of<C, E>(s.value_size)),
+        columns(ceil_to(s.head_size, kRows)),
         width(ceil_to(s.head_size, std::max(Vec<C>::size, kRows))),
         value_width(ceil_to(s.value_size, std::max(Vec<C>::size, kRows))) {}
 
-  int64_t panel_size() const { return (2 * depth + value_depth + width + value_width + 2) * W; }
+  int64_t panel_size() const { return (depth + value_depth + columns + (width + value_width) / N + 2) * W; }
   int64_t task_size() const {
-    return (depth + value_depth + width + value_width + 2 * W) * kKeyBlock;
+    const int64_t paired = N == 1 ? 0 : columns / N + 5 * W / N;
+    return (depth + value_depth + width + value_width + 2 * W + paired) * kKeyBlock;
   }
 };
 
-template <class C>
+template <class C, class E>
 struct Panel {
   int64_t q0, lanes;
-  C *q, *dout;            // [depth][kLanes], [value_depth][kLanes]; q scaled
-  C *dq;                  // [depth][kLanes], sum over key blocks
-  C *q_rows, *dout_rows;  // [kLanes][width], [kLanes][value_width]; unscaled
+  E *q, *dout;            // [depth][kLanes], [value_depth][kLanes]; q scaled
+  C* dq;                  // [columns][kLanes], sum over key blocks
+  E *q_rows, *dout_rows;  // [kLanes][width], [kLanes][value_width], pairs of lanes if of pairs; unscaled
   C *lse, *delta;         // [kLanes]; lse in base 2, +inf where a query sees nothing
 
-  Panel(const Layout<C>& layout, C* base, int64_t q0_, int64_t lanes_) : q0(q0_), lanes(lanes_) {
-    constexpr int W = kLanes<C>;
+  Panel(const Layout<C, E>& layout, E* base, int64_t q0_, int64_t lanes_) : q0(q0_), lanes(lanes_) {
+    constexpr int W = kLanes<C>, N = kValues<C, E>;
     q = base;
-    dq = q + layout.depth * W;
-    dout = dq + layout.depth * W;
+    dout = q + layout.depth * W;
     q_rows = dout + layout.value_depth * W;
-    dout_rows = q_rows + layout.width * W;
-    lse = dout_rows + layout.value_width * W;
+    dout_rows = q_rows + layout.width * W / N;
+    dq = reinterpret_cast<C*>(dout_rows + layout.value_width * W / N);
+    lse = dq + layout.columns * W;
     delta = lse + W;
   }
 };
 
 // One block of keys with its gradients.
-template <class C>
+template <class C, class E>
 struct KeyBlock {
   int64_t k0, count;
-  C *k, *v;    // packed columns
+  E *k, *v;    // packed columns
   C *dk, *dv;  // [kKeyBlock][width], [kKeyBlock][value_width]
-  C *p, *ds;   // [kKeyBlock][kLanes]
+  C *s, *dp;   // [kKeyBlock][kLanes]
+  // Operands of the products over queries and over keys: without pairs k, and P^T and dS^T where S^T and dP^T were.
+  E* keys;                              // columns again, pairs of keys
+  E *p, *ds, *ds_keys;                  // [kKeyBlock][kLanes] in pairs of lanes, twice, and in pairs of keys
+  static constexpr Split kSplit = {kValues<C, E>, kLanes<C> / kValues<C, E> * kKeyBlock};  // of ds and ds_keys
+
+  KeyBlock(const Layout<C, E>& layout, C* base, int64_t k0_, int64_t count_) : k0(k0_), count(count_) {
+    constexpr int W = kLanes<C>, N = kValues<C, E>;
+    dk = base;
+    dv = dk + layout.width * kKeyBlock;
+    s = dv + layout.value_width * kKeyBlock;
+    dp = s + W * kKeyBlock;
+    k = reinterpret_cast<E*>(dp + W * kKeyBlock);
+    v = k + layout.depth * kKeyBlock;
+    if constexpr (N == 1) {
+      keys = k, p = s, ds = ds_keys = dp;
+    } else {
+      keys = v + layout.value_depth * kKeyBlock;
+      p = keys + layout.columns * kKeyBlock / N;
+      ds = p + W * kKeyBlock / N;
+      ds_keys = ds + kSplit.parts * kSplit.step;
+    }
+  }
 };
 
 struct Unit {
@@ -85,41 +111,94 @@ void longest_first(std::vector<Task>& tasks) {
   std::stable_sort(tasks.begin(), tasks.end(), [](const Task& x, const Task& y) { return x.left > y.left; });
 }
 
-// P^T and dS^T from S^T and dP^T (in place: p holds S, ds holds dP) for key rows [begin, end); masked entries become 0.
-template <class C, int NV>
-void score_gradients(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel, C softcap, int64_t begin,
-                     int64_t end) {
-  constexpr int W = kLanes<C>, L = Vec<C>::size;
-  const int64_t last_query = panel.q0 + panel.lanes - 1;
-  const int64_t full_lo = visible.lo(last_query), full_hi = visible.hi(panel.q0);
+// The scores of a row of a block to P^T and dS^T of it; masked entries become 0.
+template <class C, int NV, class E>
+struct ScoreGradients {
+  static constexpr int W = kLanes<C>, L = Vec<C>::size;
+  const Visible& visible;
+  const KeyBlock<C, E>& block;
+  const Panel<C, E>& panel;
+  const C factor, softcap;
+  const int64_t full_lo = visible.lo(panel.q0 + panel.lanes - 1), full_hi = visible.hi(panel.q0);
   vec_t<C> lse[NV], delta[NV];
-  for (int v = 0; v < NV; ++v) lse[v] = load(panel.lse + v * L), delta[v] = load(panel.delta + v * L);
-  for (int64_t r = begin; r < end; ++r) {
+
+  ScoreGradients(const AttentionShape& s, const Visible& visible_, const KeyBlock<C, E>& block_,
+                 const Panel<C, E>& panel_)
+      : visible(visible_), block(block_), panel(panel_), factor(score_factor<C, E>(s)), softcap(C(s.softcap)) {
+    for (int v = 0; v < NV; ++v) lse[v] = load(panel.lse + v * L), delta[v] = load(panel.delta + v * L);
+  }
+
+  PF_INLINE void row(int64_t r, vec_t<C> (&weight)[NV], vec_t<C> (&gradient)[NV]) const {
     const int64_t key = block.k0 + r;
     const bool all = key >= full_lo && key < full_hi;
+    for (int v = 0; v < NV; ++v) {
+      vec_t<C> score = load(block.s + r * W + v * L), slope = load(block.dp + r * W + v * L) - delta[v], x;
+      if (softcap > 0) {
+        const vec_t<C> t = tanh<C>(score * factor);
+        x = t * (softcap * C(kLog2E)) - lse[v];
+        slope *= C(1) - t * t;
+      } else {
+        x = score * factor - lse[v];
+      }
+      x = x > C(0) ? zero<C>() : x;  // P <= 1 but for rounding
+      weight[v] = exp2_softmax<C>(x);
+      gradient[v] = weight[v] * slope;
+    }
+    if (all) return;
     const LaneRange see = r < block.count ? lanes_that_see(visible, key, panel.q0) : LaneRange{1 << 20, -1};
     for (int v = 0; v < NV; ++v) {
-      C *p = block.p + r * W + v * L, *ds = block.ds + r * W + v * L;
-      vec_t<C> score = load(p), slope = load(ds) - delta[v];
-      if (softcap > 0) {
-        const vec_t<C> t = tanh<C>(score);
-        score = t * (softcap * C(kLog2E));
-        slope *= C(1) - t * t;
-      }
-      vec_t<C> x = score - lse[v];
-      x = x > C(0) ? zero<C>() : x;  // P <= 1 but for rounding
-      vec_t<C> weight = exp2_softmax<C>(x), gradient = weight * slope;
-      if (!all) {
-        const vec_t<C> lane = lane_numbers<C>(v);
-        weight = lane < C(see.first) ? zero<C>() : weight;
-        weight = lane > C(see.last) ? zero<C>() : weight;
-        gradient = weight == C(0) ? zero<C>() : gradient;
-      }
-      store(p, weight);
-      store(ds, gradient);
+      const vec_t<C> lane = lane_numbers<C>(v);
+      weight[v] = lane < C(see.first) ? zero<C>() : weight[v];
+      weight[v] = lane > C(see.last) ? zero<C>() : weight[v];
+      gradient[v] = weight[v] == C(0) ? zero<C>() : gradient[v];
+    }
+  }
+};
+
+// All rows [begin, end) of them, multiples of kRows, as operands.
+template <class C, int NV>
+void score_gradients(const ScoreGradients<C, NV, C>& scores, int64_t begin, int64_t end) {
+  constexpr int W = kLanes<C>, L = Vec<C>::size;
+  for (int64_t r = begin; r < end; ++r) {
+    vec_t<C> weight[NV], gradient[NV];
+    scores.row(r, weight, gradient);
+    for (int v = 0; v < NV; ++v) {
+      store(scores.block.p + r * W + v * L, weight[v]);
+      store(scores.block.ds + r * W + v * L, gradient[v]);
     }
   }
 }
+
+#if defined(__AVX512F__)
+// P is rounded to bf16, dS to the sum of two (KeyBlock::kSplit): rounding it once would cost dQ and dK as much again as
+// their own rounding.
+template <class C, int NV>
+void score_gradients(const ScoreGradients<C, NV, bf16_pair>& scores, int64_t begin, int64_t end) {
+  constexpr int W = kLanes<C>, L = Vec<C>::size;
+  const auto& block = scores.block;
+  auto put = [](bf16_pair* place, __m256i half) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), half); };
+  for (int64_t r = begin; r < end; r += 2) {
+    __m256i ds[2][NV], rest[2][NV];
+    for (int i = 0; i < 2; ++i) {
+      vec_t<C> weight[NV], gradient[NV];
+      scores.row(r + i, weight, gradient);
+      for (int v = 0; v < NV; ++v) {
+        const int64_t place = ((r + i) * W + v * L) / 2;
+        ds[i][v] = rounded(gradient[v]);
+        rest[i][v] = rounded(gradient[v] - widened(ds[i][v]));
+        put(block.p + place, rounded(weight[v]));
+        put(block.ds + place, ds[i][v]);
+        put(block.ds + block.kSplit.step + place, rest[i][v]);
+      }
+    }
+    for (int v = 0; v < NV; ++v) {
+      bf16_pair* place = block.ds_keys + r / 2 * W + v * L;
+      _mm512_storeu_si512(place, pairs_of(ds[0][v], ds[1][v]));
+      _mm512_storeu_si512(place + block.kSplit.step, pairs_of(rest[0][v], rest[1][v]));
+    }
+  }
+}
+#endif
 
 // One row's sum of out * dout.
 template <class U, class T>
@@ -134,14 +213,14 @@ compute_t<T> row_dot(const U* out, const T* dout, int64_t width) {
   return total;
 }
 
-template <class T>
+template <class T, class E>
 struct Backward {
   using C = compute_t<T>;
-  static constexpr int W = kLanes<C>;
+  static constexpr int W = kLanes<C>, N = kValues<C, E>;
   const AttentionBackward& a;
   const AttentionShape& s = a.shape;
   const Documents documents{s, W};
-  const Layout<C> layout{s};
+  const Layout<C, E> layout{s};
   const int64_t group = s.heads_q / s.heads_k, all_units = int64_t(documents.list.size()) * s.heads_k;
 
   int64_t bytes_of(int64_t document) const {
@@ -234,16 +313,16 @@ struct Backward {
     return unit.first_panel + head * document_of(unit).panels + queries.before + number;
   }
 
-  Panel<C> panel_at(const Unit& unit, int64_t head, const Run& queries, int64_t number) const {
-    C* base = static_cast<C*>(a.workspace) + panel_index(unit, head, queries, number) * layout.panel_size();
-    return Panel<C>(layout, base, number * W, std::min<int64_t>(W, queries.length - number * W));
+  Panel<C, E> panel_at(const Unit& unit, int64_t head, const Run& queries, int64_t number) const {
+    E* base = static_cast<E*>(a.workspace) + panel_index(unit, head, queries, number) * layout.panel_size();
+    return Panel<C, E>(layout, base, number * W, std::min<int64_t>(W, queries.length - number * W));
   }
 
   // Blocks of keys that add to a panel: how many lie before block `number` of `keys`, and how many there are.
   struct Turn {
     int64_t mine, all;
   };
-  Turn turn_of(const Document& document, const Run& queries, const Panel<C>& panel, const Run* keys,
+  Turn turn_of(const Document& document, const Run& queries, const Panel<C, E>& panel, const Run* keys,
                int64_t number) const {
     Turn turn{0, 0};
     for (int64_t run = document.k_begin; run < document.k_end; ++run) {
@@ -260,25 +339,45 @@ struct Backward {
 
   // Packs a panel of queries; returns its part of the sink's gradient.
   C prepare(const Unit& unit, int64_t member, const Run& queries, int64_t number) const {
-    const Panel<C> panel = panel_at(unit, member, queries, number);
+    const Panel<C, E> panel = panel_at(unit, member, queries, number);
     const int64_t head = unit.kv * group + member, row = queries.row + panel.q0;
     if (turn_of(document_of(unit), queries, panel, nullptr, 0).all == 0) {  // no block of keys will come by
       for (int64_t i = 0; i < panel.lanes && !a.accumulate; ++i)
         std::fill_n(dq_at<T>(queries.batch, row + i, head), s.head_size, T{});
       return 0;
     }
-    pack_rows<T, C>(row_at(a.q, queries.batch, row, head), a.q.row, panel.lanes, W, s.head_size, layout.width,
-                    panel.q_rows);
-    pack_rows<T, C>(row_at(a.dout, queries.batch, row, head), a.dout.row, panel.lanes, W, s.value_size,
-                    layout.value_width, panel.dout_rows);
-    const C dsink = take_statistics(queries, head, panel);
-    transpose<C>(panel.q_rows, layout.width, W, layout.depth, C(query_factor(s)), panel.q, W);
-    transpose<C>(panel.dout_rows, layout.value_width, W, layout.value_depth, C(1), panel.dout, W);
-    return dsink;
+    const T *q = row_at(a.q, queries.batch, row, head), *dout = row_at(a.dout, queries.batch, row, head);
+    if constexpr (N == 1) {
+      pack_rows<T, E>(q, a.q.row, panel.lanes, W, s.head_size, layout.width, panel.q_rows);
+      pack_rows<T, E>(dout, a.dout.row, panel.lanes, W, s.value_size, layout.value_width, panel.dout_rows);
+      const C dsink = take_statistics(queries, head, panel, panel.dout_rows, layout.value_width);
+      transpose_panel<C>(panel.q_rows, layout.width, layout.depth, C(query_factor(s)), panel.q);
+      transpose_panel<C>(panel.dout_rows, layout.value_width, layout.value_depth, C(1), panel.dout);
+      return dsink;
+    } else {
+      alignas(64) E rows[kLanes<C> * 128];
+      pack_rows<T, E>(q, a.q.row, panel.lanes, W, s.head_size, layout.depth, rows);
+      pair_lanes(rows, layout.depth, layout.width, panel.q_rows);
+      transpose_panel<C>(rows, layout.depth, layout.depth, C(query_factor(s)), panel.q);
+      pack_rows<T, E>(dout, a.dout.row, panel.lanes, W, s.value_size, layout.value_depth, rows);
+      const C dsink = take_statistics(queries, head, panel, rows, layout.value_depth);
+      pair_lanes(rows, layout.value_depth, layout.value_width, panel.dout_rows);
+      transpose_panel<C>(rows, layout.value_depth, layout.value_depth, C(1), panel.dout);
+      return dsink;
+    }
   }
 
-  // lse and delta of a panel.
-  C take_statistics(const Run& queries, int64_t head, const Panel<C>& panel) const {
+#if defined(__AVX512F__)
+  // Rows [kLanes] of bf16 as rows of pairs of lanes, [kLanes / 2][width].
+  static void pair_lanes(const bf16_pair* rows, int64_t row_stride, int64_t width, bf16_pair* out) {
+    for (int64_t i = 0; i < W; i += 2)
+      pair_rows(reinterpret_cast<const bf16*>(rows + i * row_stride),
+                reinterpret_cast<const bf16*>(rows + (i + 1) * row_stride), width, out + i / 2 * width);
+  }
+#endif
+
+  // lse and delta of a panel; clears the rows of dO that lead nowhere. Returns the panel's part of the sink's gradient.
+  C take_statistics(const Run& queries, int64_t head, const Panel<C, E>& panel, E* dout_rows, int64_t stride) const {
     const int64_t row = queries.row + panel.q0, place = (queries.batch * s.heads_q + head) * s.rows_q + row;
     const C* lse = static_cast<const C*>(a.lse) + place;
     const C* dlse = a.dlse ? static_cast<const C*>(a.dlse) + place : nullptr;
@@ -289,9 +388,8 @@ struct Backward {
     std::fill(panel.delta, panel.delta + W, C(0));
     C dsink = 0;
     for (int64_t i = 0; i < panel.lanes; ++i) {
-      C* dout = panel.dout_rows + i * layout.value_width;
       if (lse[i] == -infinity) {  // sees nothing: whatever its gradient is, it leads nowhere
-        std::fill(dout, dout + layout.value_width, C(0));
+        std::fill_n(dout_rows + i * stride, stride, E{});
         continue;
       }
       panel.lse[i] = lse[i] * C(kLog2E);
@@ -308,13 +406,12 @@ struct Backward {
     static thread_local Scratch scratch;
     const Document& document = document_of(unit);
     const int64_t k0 = number * kKeyBlock, count = std::min(kKeyBlock, keys.length - k0);
-    C* k = scratch.get<C>(layout.task_size());
-    C *v = k + layout.depth * kKeyBlock, *dk = v + layout.value_depth * kKeyBlock;
-    C *dv = dk + layout.width * kKeyBlock, *p = dv + layout.value_width * kKeyBlock, *ds = p + W * kKeyBlock;
-    const KeyBlock<C> block{k0, count, k, v, dk, dv, p, ds};
-    pack_columns<T, C>(row_at(a.k, keys.batch, keys.row + k0, unit.kv), a.k.row, count, s.head_size, k);
-    pack_columns<T, C>(row_at(a.v, keys.batch, keys.row + k0, unit.kv), a.v.row, count, s.value_size, v);
-    std::fill(dk, p, C(0));
+    const KeyBlock<C, E> block(layout, scratch.get<C>(layout.task_size()), k0, count);
+    const T* k = row_at(a.k, keys.batch, keys.row + k0, unit.kv);
+    pack_columns<T, E>(k, a.k.row, count, s.head_size, block.k);
+    pack_columns<T, E>(row_at(a.v, keys.batch, keys.row + k0, unit.kv), a.v.row, count, s.value_size, block.v);
+    if constexpr (N == 2) pack_key_pairs(k, a.k.row, count, s.head_size, block.keys);
+    std::fill(block.dk, block.s, C(0));
 
     for (int64_t head = 0; head < group; ++head)
       for (int64_t run = document.q_begin; run < document.q_end; ++run) {
@@ -323,7 +420,7 @@ struct Backward {
         const int64_t q0 = std::max<int64_t>(0, visible.first_query(k0));
         const int64_t q1 = std::min(queries.length - 1, visible.last_query(k0 + count - 1));
         for (int64_t i = q0 / W; i * W <= q1; ++i) {
-          const Panel<C> panel = panel_at(unit, head, queries, i);
+          const Panel<C, E> panel = panel_at(unit, head, queries, i);
           const Rows blocks = visible.blocks(panel.q0, panel.q0 + panel.lanes - 1);
           if (number < blocks.begin || number >= blocks.end) continue;  // between two keys of a wide stride
           with_vectors<C>(panel.lanes, [&](auto nv) { visit<nv>(visible, block, panel); });
@@ -337,8 +434,8 @@ struct Backward {
       }
     for (int64_t r = 0; r < count; ++r) {
       const int64_t row = (keys.batch * s.rows_k + keys.row + k0 + r) * s.heads_k + unit.kv;
-      write_gradient(dk + r * layout.width, C(s.scale), s.head_size, a.dk, row * s.head_size);
-      write_gradient(dv + r * layout.value_width, C(1), s.value_size, a.dv, row * s.value_size);
+      write_gradient(block.dk + r * layout.width, C(s.scale), s.head_size, a.dk, row * s.head_size);
+      write_gradient(block.dv + r * layout.value_width, C(1), s.value_size, a.dv, row * s.value_size);
     }
   }
 
@@ -351,38 +448,42 @@ struct Backward {
   }
 
   // The keys of a block that a panel sees, counted within the block.
-  Rows keys_seen(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel) const {
+  Rows keys_seen(const Visible& visible, const KeyBlock<C, E>& block, const Panel<C, E>& panel) const {
     return {std::max(block.k0, visible.lo(panel.q0)) - block.k0,
             std::min(block.k0 + block.count, visible.hi(panel.q0 + panel.lanes - 1)) - block.k0};
   }
 
   // One panel of queries against one block of keys: P, dS, and their parts of dV and dK.
   template <int NV>
-  void visit(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel) const {
+  void visit(const Visible& visible, const KeyBlock<C, E>& block, const Panel<C, E>& panel) const {
     const Rows keys = keys_seen(visible, block, panel);
     const int64_t begin = keys.begin / kRows * kRows, end = ceil_to(keys.end, kRows);
-    columns_times_panel<C, NV>(block.k, begin, end, layout.depth, panel.q, block.p);
-    columns_times_panel<C, NV>(block.v, begin, end, layout.value_depth, panel.dout, block.ds);
-    score_gradients<C, NV>(visible, block, panel, C(s.softcap), begin, end);
+    columns_times_panel<C, NV>(block.k, begin, end, layout.depth, panel.q, block.s);
+    columns_times_panel<C, NV>(block.v, begin, end, layout.value_depth, panel.dout, block.dp);
+    score_gradients<C, NV>(ScoreGradients<C, NV, E>(s, visible, block, panel), begin, end);
     if (a.dv) scores_times_rows<C>(block.p, begin, end, panel.lanes, panel.dout_rows, layout.value_width, block.dv);
-    if (a.dk) scores_times_rows<C>(block.ds, begin, end, panel.lanes, panel.q_rows, layout.width, block.dk);
+    if (a.dk)
+      scores_times_rows<C>(block.ds, begin, end, panel.lanes, panel.q_rows, layout.width, block.dk, block.kSplit);
   }
 
   template <int NV>
-  void add_dq(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel, int64_t turn,
+  void add_dq(const Visible& visible, const KeyBlock<C, E>& block, const Panel<C, E>& panel, int64_t turn,
               std::atomic<int64_t>& done) const {
     const Rows keys = keys_seen(visible, block, panel);
     for (int spins = 0; done.load(std::memory_order_acquire) < turn; ++spins)
       if (spins > 100) sched_yield();
-    columns_transposed_times_scores<C, NV>(block.k, layout.depth, keys.begin, keys.end, block.ds, panel.dq, turn > 0);
+    // Pairs take in hidden keys beside visible ones: their dS is 0.
+    const int64_t begin = keys.begin / N * N, end = ceil_to(keys.end, N);
+    columns_transposed_times_scores<C, NV>(block.keys, layout.columns, begin, end, block.ds_keys, panel.dq, turn > 0,
+                                           block.kSplit);
     done.store(turn + 1, std::memory_order_release);
   }
 
-  void write_dq(const Run& queries, int64_t head, const Panel<C>& panel) const {
+  void write_dq(const Run& queries, int64_t head, const Panel<C, E>& panel) const {
     alignas(64) C rows[kLanes<C> * 256];
-    transpose<C>(panel.dq, W, layout.depth, panel.lanes, C(s.scale), rows, layout.depth);
+    transpose<C>(panel.dq, W, layout.columns, panel.lanes, C(s.scale), rows, layout.columns);
     for (int64_t i = 0; i < panel.lanes; ++i)
-      write_gradient(rows + i * layout.depth, C(1), s.head_size, a.dq,
+      write_gradient(rows + i * layout.columns, C(1), s.head_size, a.dq,
                      dq_index(queries.batch, queries.row + panel.q0 + i, head));
   }
 
@@ -422,16 +523,18 @@ void delta_rows(const AttentionDelta& a) {
 
 int64_t attention_backward_workspace(const AttentionShape& s) {
   int64_t bytes = 0;
-  with_dtype(s.dtype, [&](auto* tag) {
+  with_operands(s, [&](auto* dtype, auto* operand) {
     AttentionBackward arguments{};
     arguments.shape = s;
-    bytes = Backward<std::decay_t<decltype(*tag)>>{arguments}.workspace_bytes();
+    bytes = Backward<std::decay_t<decltype(*dtype)>, std::decay_t<decltype(*operand)>>{arguments}.workspace_bytes();
   });
   return bytes;
 }
 
 void attention_backward(const AttentionBackward& a) {
-  with_dtype(a.shape.dtype, [&](auto* tag) { Backward<std::decay_t<decltype(*tag)>>{a}.run(); });
+  with_operands(a.shape, [&](auto* dtype, auto* operand) {
+    Backward<std::decay_t<decltype(*dtype)>, std::decay_t<decltype(*operand)>>{a}.run();
+  });
 }
 
 void attention_delta(const AttentionDelta& a) {

@@ -39,36 +39,70 @@ void longest_first(std::vector<Task>& tasks) {
 }
 
 // State of one panel of queries, for one head.
-template <class C>
+template <class C, class E>
 struct Panel {
   int64_t q0, lanes;
-  C *q, *o, *m, *l;  // [head size][kLanes], [value size][kLanes], [kLanes], [kLanes]
+  E* q;           // [depth][kLanes]
+  C *o, *m, *l;   // [value size][kLanes], [kLanes], [kLanes]; m in base-2 exponents
 };
 
-template <class C>
+// Packed columns: of k along its width, of v along the keys.
+template <class E>
 struct KeyBlock {
   int64_t k0, count;
-  C *k, *v;  // packed columns
+  E *k, *v;
 };
 
-// One panel against the keys [lo, hi) of a block: scores, softmax, values.
+// P^T = 2^(factor S^T - base) over the rows [begin, end), in place; adds up the sums.
 template <class C, int NV>
-void attend(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& panel, int64_t depth, int64_t value_width,
-            C softcap, int64_t lo, int64_t hi, C* s) {
+void weights(C factor, const vec_t<C> (&base)[NV], int64_t begin, int64_t end, C* s, C*, vec_t<C> (&sum)[NV]) {
   constexpr int W = kLanes<C>, L = Vec<C>::size;
+  for (int64_t r = begin; r < end; ++r)
+    for (int v = 0; v < NV; ++v) {
+      const vec_t<C> p = exp2_softmax<C>(load(s + r * W + v * L) * factor - base[v]);
+      sum[v] += p;
+      store(s + r * W + v * L, p);
+    }
+}
+
+#if defined(__AVX512F__)
+// The same, as pairs of rows 2 i and 2 i + 1 in row i; what pairs hold beyond [begin, end) is 0.
+template <class C, int NV>
+void weights(C factor, const vec_t<C> (&base)[NV], int64_t begin, int64_t end, C* s, bf16_pair* pairs,
+             vec_t<C> (&sum)[NV]) {
+  constexpr int W = kLanes<C>, L = Vec<C>::size;
+  for (int64_t r = begin / 2 * 2; r < end; r += 2)
+    for (int v = 0; v < NV; ++v) {
+      vec_t<C> p[2];
+      for (int i = 0; i < 2; ++i) {
+        p[i] = exp2_softmax<C>(load(s + (r + i) * W + v * L) * factor - base[v]);
+        if (r + i < begin || r + i >= end) p[i] = zero<C>();
+        sum[v] += p[i];
+      }
+      _mm512_storeu_si512(pairs + r / 2 * W + v * L, pairs_of(rounded(p[0]), rounded(p[1])));
+    }
+}
+#endif
+
+// One panel against the keys [lo, hi) of a block: scores, softmax, values.
+template <class C, int NV, class E>
+void attend(const AttentionShape& shape, const Visible& visible, const KeyBlock<E>& block, const Panel<C, E>& panel,
+            int64_t depth, int64_t value_width, int64_t lo, int64_t hi, C* s) {
+  constexpr int W = kLanes<C>, L = Vec<C>::size, N = kValues<C, E>;
   const int64_t begin = lo - block.k0, end = hi - block.k0;
   columns_times_panel<C, NV>(block.k, begin / kRows * kRows, ceil_to(end, kRows), depth, panel.q, s);
 
   const int64_t last_query = panel.q0 + panel.lanes - 1;
   const int64_t full_lo = visible.lo(last_query), full_hi = visible.hi(panel.q0);  // keys that all lanes see
-  const C infinity = std::numeric_limits<C>::infinity();
+  const C infinity = std::numeric_limits<C>::infinity(), softcap = C(shape.softcap);
+  const C before_cap = score_factor<C, E>(shape), factor = softcap > 0 ? C(1) : before_cap;
   vec_t<C> top[NV];
-  for (int v = 0; v < NV; ++v) top[v] = load(panel.m + v * L);
+  for (int v = 0; v < NV; ++v) top[v] = broadcast<C>(-infinity);
   for (int64_t r = begin; r < end; ++r) {
     const int64_t key = block.k0 + r;
     C* row = s + r * W;
     if (softcap > 0)
-      for (int v = 0; v < NV; ++v) store(row + v * L, capped<C>(load(row + v * L), softcap));
+      for (int v = 0; v < NV; ++v) store(row + v * L, capped<C>(load(row + v * L) * before_cap, softcap));
     if (key < full_lo || key >= full_hi) {
       const LaneRange see = lanes_that_see(visible, key, panel.q0);
       for (int v = 0; v < NV; ++v) {
@@ -85,18 +119,15 @@ void attend(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& pa
   vec_t<C> sum[NV], base[NV], shrink[NV];
   bool moved = false;
   for (int v = 0; v < NV; ++v) {
-    base[v] = top[v] == -infinity ? zero<C>() : top[v];  // -inf - -inf would be NaN
     const vec_t<C> before = load(panel.m + v * L);
+    top[v] = select_max<C>(top[v] * factor, before);
+    base[v] = top[v] == -infinity ? zero<C>() : top[v];  // -inf - -inf would be NaN
     shrink[v] = exp2_softmax<C>(before - base[v]);
     for (int i = 0; i < L; ++i) moved |= shrink[v][i] != C(1);
     sum[v] = zero<C>();
   }
-  for (int64_t r = begin; r < end; ++r)
-    for (int v = 0; v < NV; ++v) {
-      const vec_t<C> p = exp2_softmax<C>(load(s + r * W + v * L) - base[v]);
-      sum[v] += p;
-      store(s + r * W + v * L, p);
-    }
+  E* p = reinterpret_cast<E*>(s);
+  weights<C, NV>(factor, base, begin, end, s, p, sum);
   for (int v = 0; v < NV; ++v) {
     store(panel.m + v * L, top[v]);
     store(panel.l + v * L, load(panel.l + v * L) * shrink[v] + sum[v]);
@@ -104,21 +135,22 @@ void attend(const Visible& visible, const KeyBlock<C>& block, const Panel<C>& pa
   if (moved)
     for (int64_t d = 0; d < value_width; ++d)
       for (int v = 0; v < NV; ++v) store(panel.o + d * W + v * L, load(panel.o + d * W + v * L) * shrink[v]);
-  columns_transposed_times_scores<C, NV>(block.v, value_width, begin, end, s, panel.o, true);
+  columns_transposed_times_scores<C, NV>(block.v, value_width, begin / N * N, ceil_to(end, N), p, panel.o, true);
 }
 
-template <class T>
+template <class T, class E>
 struct Forward {
   using C = compute_t<T>;
   static constexpr int W = kLanes<C>;
   const AttentionForward& a;
   const AttentionShape& s = a.shape;
   const Documents documents{s, W};
-  const int64_t depth = ceil_to(s.head_size, kRows), value_width = ceil_to(s.value_size, kRows);
+  const int64_t depth = depth_of<C, E>(s.head_size), value_width = ceil_to(s.value_size, kRows);
   const int64_t group = s.heads_q / s.heads_k, all_units = int64_t(documents.list.size()) * s.heads_k;
 
+  static_assert(sizeof(E) == sizeof(C));  // sizes below are in either
   int64_t panel_size() const { return (depth + value_width + 2) * W; }
-  int64_t block_size() const { return (depth + value_width) * kKeyBlock; }
+  int64_t block_size() const { return (depth + value_width / kValues<C, E>) * kKeyBlock; }
   int64_t bytes_of(int64_t document) const {
     return documents.list[document].blocks * block_size() * int64_t(sizeof(C));
   }
@@ -203,16 +235,20 @@ struct Forward {
     return (q1 - q0) * keys;
   }
 
-  KeyBlock<C> block_at(const Unit& unit, const Run& keys, int64_t number) const {
-    C* k = static_cast<C*>(a.workspace) + (unit.first_block + keys.before + number) * block_size();
+  KeyBlock<E> block_at(const Unit& unit, const Run& keys, int64_t number) const {
+    E* k = static_cast<E*>(a.workspace) + (unit.first_block + keys.before + number) * block_size();
     return {number * kKeyBlock, std::min(kKeyBlock, keys.length - number * kKeyBlock), k, k + depth * kKeyBlock};
   }
 
   void pack_block(const Unit& unit, const Run& keys, int64_t number) const {
-    const KeyBlock<C> block = block_at(unit, keys, number);
+    const KeyBlock<E> block = block_at(unit, keys, number);
     const int64_t row = keys.row + block.k0;
-    pack_columns<T, C>(row_at(a.k, keys.batch, row, unit.kv), a.k.row, block.count, s.head_size, block.k);
-    pack_columns<T, C>(row_at(a.v, keys.batch, row, unit.kv), a.v.row, block.count, s.value_size, block.v);
+    pack_columns<T, E>(row_at(a.k, keys.batch, row, unit.kv), a.k.row, block.count, s.head_size, block.k);
+    const T* values = row_at(a.v, keys.batch, row, unit.kv);
+    if constexpr (kValues<C, E> == 2)
+      pack_key_pairs(values, a.v.row, block.count, s.value_size, block.v);
+    else
+      pack_columns<T, E>(values, a.v.row, block.count, s.value_size, block.v);
   }
 
   void run_task(const Unit& unit, const Task& task) const {
@@ -225,8 +261,8 @@ struct Forward {
     auto panel_at = [&](int64_t h, int64_t p) {
       C* base = states + (h * panels + p) * panel_size();
       const int64_t q0 = task.q0 + p * W;
-      return Panel<C>{q0, std::min<int64_t>(W, task.q1 - q0), base, base + depth * W, base + (depth + value_width) * W,
-                      base + (depth + value_width + 1) * W};
+      C *o = base + depth * W, *m = o + value_width * W;
+      return Panel<C, E>{q0, std::min<int64_t>(W, task.q1 - q0), reinterpret_cast<E*>(base), o, m, m + W};
     };
     for (int64_t h = 0; h < task.heads; ++h)
       for (int64_t p = 0; p < panels; ++p)
@@ -236,15 +272,15 @@ struct Forward {
       const Visible visible(s, queries, documents.k[run]);
       const Rows blocks = visible.blocks(task.q0, task.q1 - 1);
       for (int64_t number = blocks.begin; number < blocks.end; ++number) {
-        const KeyBlock<C> block = block_at(unit, documents.k[run], number);
+        const KeyBlock<E> block = block_at(unit, documents.k[run], number);
         for (int64_t h = 0; h < task.heads; ++h)
           for (int64_t p = 0; p < panels; ++p) {
-            const Panel<C> panel = panel_at(h, p);
+            const Panel<C, E> panel = panel_at(h, p);
             const int64_t from = std::max(block.k0, visible.lo(panel.q0));
             const int64_t to = std::min(block.k0 + block.count, visible.hi(panel.q0 + panel.lanes - 1));
             if (from >= to) continue;
             with_vectors<C>(panel.lanes, [&](auto nv) {
-              attend<C, nv>(visible, block, panel, depth, value_width, C(s.softcap), from, to, scores);
+              attend<C, nv>(s, visible, block, panel, depth, value_width, from, to, scores);
             });
           }
       }
@@ -255,7 +291,7 @@ struct Forward {
   }
 
   // A panel to which nothing is added keeps its state bit for bit, whatever else its task does.
-  bool touched(const Document& document, const Run& queries, const Panel<C>& panel) const {
+  bool touched(const Document& document, const Run& queries, const Panel<C, E>& panel) const {
     if (!a.resume || s.sinks) return true;
     for (int64_t run = document.k_begin; run < document.k_end; ++run) {
       const Rows blocks = Visible(s, queries, documents.k[run]).blocks(panel.q0, panel.q0 + panel.lanes - 1);
@@ -269,11 +305,11 @@ struct Forward {
   }
 
   // Q^T packed and scaled, and what is summed already.
-  void start(const Run& queries, int64_t head, const Panel<C>& panel) const {
-    alignas(64) C rows[kLanes<C> * 256];
-    pack_rows<T, C>(row_at(a.q, queries.batch, queries.row + panel.q0, head), a.q.row, panel.lanes, W, s.head_size,
+  void start(const Run& queries, int64_t head, const Panel<C, E>& panel) const {
+    alignas(64) E rows[kLanes<C> * 256];
+    pack_rows<T, E>(row_at(a.q, queries.batch, queries.row + panel.q0, head), a.q.row, panel.lanes, W, s.head_size,
                     depth, rows);
-    transpose<C>(rows, depth, W, depth, C(query_factor(s)), panel.q, W);
+    transpose_panel<C>(rows, depth, depth, C(query_factor(s)), panel.q);
     std::fill(panel.o, panel.o + value_width * W, C(0));
     std::fill(panel.m, panel.m + W, -std::numeric_limits<C>::infinity());
     std::fill(panel.l, panel.l + W, C(0));
@@ -281,7 +317,7 @@ struct Forward {
     if (s.sinks) take_sink(static_cast<const C*>(s.sinks)[head] * C(kLog2E), panel);
   }
 
-  void take_state(const Run& queries, int64_t head, const Panel<C>& panel) const {
+  void take_state(const Run& queries, int64_t head, const Panel<C, E>& panel) const {
     alignas(64) C rows[kLanes<C> * 256];
     const int64_t row = queries.row + panel.q0;
     const C* lse = lse_at(queries.batch, head, row);
@@ -296,7 +332,7 @@ struct Forward {
   }
 
   // One more logit that has no value.
-  void take_sink(C sink, const Panel<C>& panel) const {
+  void take_sink(C sink, const Panel<C, E>& panel) const {
     alignas(64) C shrink[W];
     if (sink == -std::numeric_limits<C>::infinity()) return;
     for (int64_t i = 0; i < W; ++i) {
@@ -318,7 +354,7 @@ struct Forward {
     return false;
   }
 
-  void finish(const Document& document, const Run& queries, int64_t head, const Panel<C>& panel) const {
+  void finish(const Document& document, const Run& queries, int64_t head, const Panel<C, E>& panel) const {
     constexpr int L = Vec<C>::size;
     alignas(64) C share[W];
     const int64_t row = queries.row + panel.q0;
@@ -375,16 +411,18 @@ struct Forward {
 
 int64_t attention_forward_workspace(const AttentionShape& s) {
   int64_t bytes = 0;
-  with_dtype(s.dtype, [&](auto* tag) {
+  with_operands(s, [&](auto* dtype, auto* operand) {
     AttentionForward arguments{};
     arguments.shape = s;
-    bytes = Forward<std::decay_t<decltype(*tag)>>{arguments}.workspace_bytes();
+    bytes = Forward<std::decay_t<decltype(*dtype)>, std::decay_t<decltype(*operand)>>{arguments}.workspace_bytes();
   });
   return bytes;
 }
 
 void attention_forward(const AttentionForward& a) {
-  with_dtype(a.shape.dtype, [&](auto* tag) { Forward<std::decay_t<decltype(*tag)>>{a}.run(); });
+  with_operands(a.shape, [&](auto* dtype, auto* operand) {
+    Forward<std::decay_t<decltype(*dtype)>, std::decay_t<decltype(*operand)>>{a}.run();
+  });
 }
 
 }  // namespace pyfast

@@ -43,6 +43,7 @@ from pyfast.kernels.extension import _C
 def _library(isa: str) -> str | None:
     """Where the kernels of one instruction set lie, or None if they were not built."""
     here = os.path.dirname(_C.__file__)
+    isa = "avx512" if isa == "avx512bf16" else isa  # one library, told at load whether it may use AVX512-BF16
     paths = [os.path.join(here, f"_cpu_{isa}{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     return next((path for path in paths if os.path.exists(path)), None)
 
@@ -60,7 +61,7 @@ def use_isa(isa: str) -> None:
     """
     if isa not in available_isas():
         raise ValueError(f"isa is {isa!r}; built and supported by this processor are {', '.join(available_isas())}")
-    _C.load(_library(isa), _torch_library())
+    _C.load(_library(isa), _torch_library(), isa == "avx512bf16")
 
 
 def _torch_library() -> str:

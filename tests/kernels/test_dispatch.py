@@ -46,9 +46,9 @@ def test_every_op_is_compared(best):
     assert not missing, f"add a case to {RUNNER.name} for {sorted(missing)}"
 
 
-@pytest.mark.parametrize("isa", ["avx2", "baseline"])
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "baseline"])
 def test_every_instruction_set_computes_the_same(isa, best, tmp_path):
-    """On a machine with AVX-512 this is also the test that one without it works."""
+    """On a machine with AVX-512 (and AVX512-BF16) this is also the test that one without it works."""
     if isa not in cpu.available_isas():
         pytest.skip(f"{isa} was not built or this processor lacks it")
     results = results_of(isa, tmp_path)

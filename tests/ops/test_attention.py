@@ -136,7 +136,7 @@ def test_bfloat16_gradients_are_rounded_once(length):
     actual = run(ours, tensors, causal=True)
     expected = run(dense, [x.double() for x in tensors], torch.bfloat16, causal=True)
     assert relative_error(actual[0], expected[0]) <= 2.2e-3
-    assert all(relative_error(a, b) <= 2.6e-3 for a, b in zip(actual[2:], expected[2:], strict=True))
+    assert all(relative_error(a, b) <= 2.4e-3 for a, b in zip(actual[2:], expected[2:], strict=True))
 
 
 @settings(max_examples=20, deadline=None)
@@ -162,7 +162,7 @@ def test_gradcheck_runs_the_real_kernel(Sq, Sk, heads, D, Dv, causal, window, so
     assert torch.autograd.gradcheck(function, tensors)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "baseline"])
+@pytest.mark.parametrize("isa", ["avx512bf16", "avx512", "avx2", "baseline"])
 def test_every_instruction_set(isa):
     """Panels, blocks and tails have other sizes on each; all features at once."""
     if isa not in cpu.available_isas():

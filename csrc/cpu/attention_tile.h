@@ -35,14 +35,11 @@ struct bf16_pair {
 template <class C, class E>
 constexpr int kValues = std::is_same_v<E, bf16_pair> ? 2 : 1;  // of C that an E stands for
 
-template <class C>
-PF_INLINE vec_t<C> operands(const C* p) {
-  return load(p);
-}
-template <class C>
-PF_INLINE vec_t<C> repeated(const C* p) {
-  return broadcast<C>(*p);
-}
+// Overloads, not templates: bf16_pair has no vector type of its own.
+PF_INLINE vec_t<float> operands(const float* p) { return load(p); }
+PF_INLINE vec_t<double> operands(const double* p) { return load(p); }
+PF_INLINE vec_t<float> repeated(const float* p) { return broadcast<float>(*p); }
+PF_INLINE vec_t<double> repeated(const double* p) { return broadcast<double>(*p); }
 template <class C>
 PF_INLINE void add_products(vec_t<C>& sum, const vec_t<C>& a, const vec_t<C>& b) {
   sum += a * b;
@@ -130,12 +127,12 @@ void scores_times_rows(const E* s, int64_t begin, int64_t end, int64_t lanes, co
   for (int64_t vectors = width / L, j = 0; vectors > 0;) {
     // Four vectors as 2 + 2, not 3 + 1: a tile one vector wide is bound by the broadcasts.
     const int64_t nv = vectors == 4 ? 2 : std::min<int64_t>(vectors, kVectors);
-    for (int64_t r = begin; r < end;) {
+    for (int64_t r = begin, rows_done; r < end; r += rows_done) {
       const E *a = s + r * W, *b = rows + j;
       C* c = result + r * width + j;
       auto run = [&](auto n, auto height) {
         tile<C, n, W, 1, height>(lanes, a, kRows, b, width, c, width, true, split);
-        r += height;
+        rows_done = height;
       };
       // Tiles of two vectors are higher: as many sums in flight as the others have, to hide the latency.
       constexpr int kHigher = kRows * 3 / 2;

@@ -88,9 +88,9 @@ class TilePlan(NamedTuple):
     Tile t holds the rows [row, row + count) of its side, all of one run: row + i stands at position + i * stride. It
     meets the ranges starts[t] to starts[t + 1] of the other side, described alike. A range that is not masked consists
     of whole blocks, each of whose rows sees each row of the tile: it needs no comparison and no bound. A masked range
-    is walked in blocks too, the last of which may be short; each holds a visible pair (unless a stride is longer than a
-    block), and the mask is the comparison of positions alone: documents are sorted out already. Every row of the side
-    lies in exactly one tile, rows of no document too: their tiles meet no range.
+    is walked in blocks too, the last of which may be short; each holds a visible pair (unless the window is narrower
+    than a stride, and looks between rows), and the mask is the comparison of positions alone: documents are sorted out
+    already. Every row of the side lies in exactly one tile, rows of no document too: their tiles meet no range.
 
     tiles [tiles, 4]     row, count, position, stride: descending by the number of rows they meet
     starts [tiles + 1]   tile t meets ranges[starts[t] : starts[t + 1]]

@@ -23,8 +23,24 @@ if HAS_TRITON:
         attention_state_backward,
         attention_state_forward,
     )
+    from pyfast.kernels.triton.backend_moe import (  # noqa: F401
+        grouped_bias_gradient,
+        grouped_gemm_forward,
+        grouped_gemm_weight_gradient,
+        moe_mlp_backward,
+        moe_mlp_forward,
+        moe_mlp_weight_gradients,
+    )
 
 if (_library := cuda_library.load()) is not None:
     _row_map = CudaRowMap(_library)
     row_map, tile_list, gather_rows = _row_map.row_map, _row_map.tile_list, _row_map.gather_rows
     unpermute_forward, unpermute_backward = _row_map.unpermute_forward, _row_map.unpermute_backward
+elif HAS_TRITON:
+    from pyfast.kernels.triton.backend_row_map import (  # noqa: F401
+        gather_rows,
+        row_map,
+        tile_list,
+        unpermute_backward,
+        unpermute_forward,
+    )

@@ -20,6 +20,7 @@ def reraise(name):
 
 names = [module.name for module in pkgutil.walk_packages(pyfast.__path__, "pyfast.", onerror=reraise)]
 names = [name for name in names if "._cpu_" not in name]  # loaded by pyfast._C, never imported
+names = [name for name in names if name != "pyfast._cuda"]  # opened by kernels/cuda_library.py, never imported
 names = [name for name in names if not name.startswith("pyfast.kernels.triton.")]  # these need it
 for name in names:
     module = importlib.import_module(name)

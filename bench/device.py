@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-SECTIONS = ("attention",)
+SECTIONS = ("attention", "moe")
 
 
 class Check(NamedTuple):

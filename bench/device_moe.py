@@ -223,7 +223,8 @@ def sweep(size: Size, device: torch.device) -> None:
     """Times tile sizes for each product of the layer, without changing what ships: the table is gemm_config.py's."""
     from triton.runtime.errors import OutOfResources
 
-    from pyfast.kernels.triton import grouped_gemm, launch, moe_mlp
+    from pyfast.kernels.triton import grouped_gemm, moe_mlp
+    from pyfast.kernels.triton import moe_launch as launch
     from pyfast.kernels.triton.gemm_config import GemmConfig
 
     (x, weights, w_gate_up, w_down), experts = problem(size, torch.bfloat16, device)

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from pyfast import kernels
-from pyfast.kernels.triton import launch
+from pyfast.kernels.triton import moe_launch as launch
 from pyfast.kernels.triton.gemm_config import GemmConfig
 
 # The smallest tiles of a tensor-core product: the most tiles and borders for the fewest rows.

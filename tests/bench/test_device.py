@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -56,3 +57,14 @@ def test_a_wrong_result_is_not_timed(device, monkeypatch, capsys):
     assert device.main(["--section", "attention"]) == 1
     streams = capsys.readouterr()
     assert "**causal**" in streams.out and "**full**" in streams.out and "nothing was timed" in streams.err
+
+
+def test_the_checks_of_moe_pass_on_the_cpu_and_its_tables_are_printed(device, capsys):
+    import device_moe
+
+    size = device_moe.Size(33, 2, 5, 15, 31)
+    checks = device_moe.check(torch.device("cpu"), (size,), (torch.float32, torch.bfloat16))
+    assert device.report_checks("moe", checks)
+    lines = list(device_moe.measure(torch.device("cpu"), math.inf, device_moe.Size(64, 2, 4, 32, 16)))
+    assert sum(line.startswith("| forward") for line in lines) == 2
+    assert sum("unpermute" in line for line in lines) == 2

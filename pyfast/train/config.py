@@ -142,8 +142,12 @@ class RunConfig(_Section):
         least=1,
     )
     global_batch: int = key(8, "sequences of one step, over all ranks and micro-batches", least=1)
-    dtype: Dtype = key(
-        "float32", "number format of the parameters; bfloat16 keeps a float32 master copy", later_values=("float16",)
+    dtype: Dtype = key("float32", "number format of the parameters; bfloat16 and float16 keep a float32 master copy")
+    loss_scale: float | None = key(
+        None, "float16: factor of the loss at the start, a power of two; null = 65536", least=1.0
+    )
+    loss_scale_interval: int | None = key(
+        None, "float16: steps without overflow after which the loss scale doubles; null = 2000", least=1
     )
     seed: int = key(0, "seed of the weights and of the data order", least=0)
     recompute: bool | str | None = key(None, "recompute activations in the backward pass", later=True)
@@ -384,6 +388,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     _check_tensor_parallel(config.model, parallel.tensor)
     micro_batch = _micro_batch(config.train, parallel.data)
     _check_optimizer(config)
+    _check_loss_scale(config.train)
     return dataclasses.replace(
         config, parallel=parallel, train=dataclasses.replace(config.train, micro_batch=micro_batch)
     )
@@ -460,6 +465,17 @@ def _check_used(optimizer: OptimizerConfig) -> None:
         value, neutral = getattr(optimizer, name), getattr(default, name)
         if value != neutral:
             raise ConfigError(f"optimizer.{name}", value, why, hint=f"Leave it at {yaml_word(neutral)}.")
+
+
+def _check_loss_scale(run: RunConfig) -> None:
+    """Refuse a scale that would round gradients, and keys of it where nothing is scaled."""
+    for name in ("loss_scale", "loss_scale_interval"):
+        value = getattr(run, name)
+        if value is not None and run.dtype != "float16":
+            why = f"is not used with train.dtype = {run.dtype}, whose range holds every gradient"
+            raise ConfigError(f"train.{name}", value, why, hint="Leave it at null.")
+    if run.loss_scale is not None and math.frexp(run.loss_scale)[0] != 0.5:
+        raise ConfigError("train.loss_scale", run.loss_scale, "must be a power of two, so that unscaling is exact")
 
 
 def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:

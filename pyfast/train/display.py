@@ -120,7 +120,8 @@ class Display:
             self.console.print(
                 f"step {metrics.step:>{len(str(info.steps))}}/{info.steps}  loss {metrics.loss:.4f}  "
                 f"grad norm {metrics.grad_norm:.3g}  lr {metrics.learning_rate:.2e}  "
-                f"{speed} tokens/s  left {clock(left)}",
+                f"{speed} tokens/s  left {clock(left)}"
+                + (f"  skipped: overflow at loss scale {metrics.loss_scale:g}" if metrics.skipped else ""),
                 markup=False,
                 soft_wrap=True,
             )

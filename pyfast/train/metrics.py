@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -26,6 +27,8 @@ class StepMetrics:
     tokens_per_second: float  # of this step, over all ranks
     seconds: float  # wall time of this step
     memory_bytes: int  # largest resident memory of the writing rank so far
+    loss_scale: float | None = None  # of this step's backward; None: the loss was not scaled
+    skipped: bool | None = None  # float16: a gradient overflowed and no weight moved
 
 
 class Recent:
@@ -71,12 +74,18 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one line; after the call it is with the operating system."""
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write(json.dumps(_line(metrics), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _line(metrics: StepMetrics) -> dict:
+    """The keys of a line; None stands for one that does not concern the run. JSON knows no infinity: null instead."""
+    line = {name: value for name, value in asdict(metrics).items() if value is not None}
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
 
 
 def set_aside(path: Path, last_step: int) -> Path | None:

@@ -209,8 +209,11 @@ def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer | None, scalars:
     return CheckpointState(dict(model.named_parameters()), state, scalars)
 
 
-def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: ParallelMesh) -> None:
-    """Fill model and optimizer from a checkpoint; one without optimizer state (a converted model) starts it anew."""
+def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: ParallelMesh) -> dict[str, Any]:
+    """Fill model and optimizer from a checkpoint; one without optimizer state (a converted model) starts it anew.
+
+    Returns the plain values that were saved beside the tensors.
+    """
     from pyfast.parallel import load
 
     complete = any(name.startswith("optimizer.") for name in _read(path).tensors)
@@ -221,6 +224,7 @@ def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: Par
     if state.optimizer_state is None:
         optimizer.reset_masters()
     optimizer.steps = state.scalars.get("optimizer_steps", 0)
+    return state.scalars
 
 
 def recorded_config(config: TrainConfig, model: TransformerConfig) -> dict[str, Any]:

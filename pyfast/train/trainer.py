@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.data import load_dataset
 from pyfast.train.errors import NonFiniteLoss, as_training_error
 from pyfast.train.lock import RunLock
+from pyfast.train.loss_scale import LossScale
 from pyfast.train.metrics import MetricsWriter, Recent, StepMetrics, memory_bytes
 from pyfast.train.model import transformer_config
 from pyfast.train.optimizer import make_optimizer, parameter_group
@@ -139,8 +140,13 @@ class Trainer:
             group_of=lambda name, p: parameter_group(name, p, decay_all=config.optimizer.decay_all),
         )
         self.optimizer = make_optimizer(self.buckets, config.optimizer)
+        self.loss_scale = None
+        if config.train.dtype == "float16":
+            self.loss_scale = LossScale(config.train.loss_scale, config.train.loss_scale_interval)
         if start.path is not None:
-            load_state(start.path, self.model, self.optimizer, self.mesh)
+            scalars = load_state(start.path, self.model, self.optimizer, self.mesh)
+            if self.loss_scale is not None:
+                self.loss_scale.load(scalars)
         return start.with_data(self.dataset.fingerprint)
 
     def _find_start(self) -> Start:
@@ -198,17 +204,25 @@ class Trainer:
         valid = self._agree(sum(batch.valid for batch in batches))
         if valid is None:
             return None
-        loss = self._forward_backward(batches, valid)
-        norm = self.buckets.grad_norm()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        scaling = self.loss_scale
+        scale = 1.0 if scaling is None else scaling.scale  # of this backward, whatever the next one uses
+        loss = self._forward_backward(batches, scale / max(valid, 1)) / max(valid, 1)
+        norm = self.buckets.grad_norm() / scale
+        overflow = not math.isfinite(norm)
+        if not math.isfinite(loss) or (overflow and (scaling is None or scaling.exhausted)):
             self._fail(step, loss, norm)
         config = self.config
         rate = learning_rate(step, config.train.steps, config.optimizer, global_batch=config.train.global_batch)
-        limit = config.optimizer.clip_norm
-        self.optimizer.step(rate, 1.0 if limit is None else clip_coefficient(norm, limit))
+        if not overflow:
+            limit = config.optimizer.clip_norm
+            self.optimizer.step(rate, (1.0 if limit is None else clip_coefficient(norm, limit)) / scale)
         seconds = time.perf_counter() - began
         tokens = config.train.global_batch * config.train.sequence_length
-        return StepMetrics(step, loss, norm, rate, tokens, tokens / seconds, seconds, memory_bytes())
+        metrics = StepMetrics(step, loss, norm, rate, tokens, tokens / seconds, seconds, memory_bytes())
+        if scaling is None:
+            return metrics
+        scaling.update(overflow)
+        return replace(metrics, loss_scale=scale, skipped=overflow)
 
     def _batches(self, step: int) -> list[Any]:
         rank, ranks = self.mesh.coordinate("dp"), self.mesh.size("dp")
@@ -229,9 +243,9 @@ class Trainer:
         total, stops = numbers.tolist()
         return None if stops else int(total)
 
-    def _forward_backward(self, batches: list[Any], valid: int) -> float:
-        """Accumulate the gradients of the step into the buckets; returns the global mean loss."""
-        scale = torch.tensor(1.0 / max(valid, 1), dtype=torch.float64)
+    def _forward_backward(self, batches: list[Any], factor: float) -> float:
+        """Sum the gradients of the step's loss times `factor` into the buckets; returns the global sum of the loss."""
+        scale = torch.tensor(factor, dtype=torch.float64)
         total = torch.zeros((), dtype=torch.float64)
         group, pending = self.mesh.group("dp-cp"), None
         for index, batch in enumerate(batches):
@@ -244,7 +258,7 @@ class Trainer:
             loss.backward(scale.to(loss.dtype))
         pending.wait()
         self.buckets.finish()
-        return float(total) / max(valid, 1)
+        return float(total)
 
     def _fail(self, step: int, loss: float, norm: float) -> None:
         """Raise `NonFiniteLoss`, the same on every rank, naming the first parameter whose gradient is not finite."""
@@ -286,6 +300,7 @@ class Trainer:
             "optimizer_steps": self.optimizer.steps,
             "tokenizer": self.tokenizer.fingerprint,
             "data": self.dataset.fingerprint,
+            **({} if self.loss_scale is None else self.loss_scale.state()),
         }
         from pyfast.parallel import save
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -14,14 +17,17 @@ from pyfast.nn.attention import KeyValueCache
 from pyfast.nn.layout import split_bounds
 from pyfast.nn.linear import column_parallel_linear
 from pyfast.nn.parameter import active_group
+from pyfast.nn.recompute import Light, layer_kinds, run_layer
+from pyfast.nn.recompute import offload as offload_saved
 from pyfast.ops.collective import gather_from_group
 
 
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)): [B, S, H] or packed [T, H] -> like x."""
 
-    def __init__(self, config: TransformerConfig, index: int, **options) -> None:
+    def __init__(self, config: TransformerConfig, index: int, *, recompute: str = "none", **options) -> None:
         super().__init__()
+        self.recompute = recompute
         tensor = {"dtype": options["dtype"], "device": options["device"]}
         self.attention_norm = RMSNorm(config.width, eps=config.norm_eps, **tensor)
         self.attention = Attention(
@@ -52,10 +58,21 @@ class TransformerLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        dtype = self.attention_norm.weight.dtype  # differs from x's under a float32 residual stream
-        h = self.attention_norm(x).to(dtype)
-        x = x + self.attention(h, cos, sin, positions=positions, cu_seqlens=cu_seqlens, cache=cache)
-        return x + self.ffn(self.ffn_norm(x).to(dtype))
+        def attention(x: Tensor, light: Light) -> Tensor:
+            h = light(_normed, self.attention_norm, x)
+            call = {"positions": positions, "cu_seqlens": cu_seqlens, "cache": cache, "light": light}
+            return x + self.attention(h, cos, sin, **call)
+
+        def ffn(x: Tensor, light: Light) -> Tensor:
+            return x + self.ffn(light(_normed, self.ffn_norm, x), light=light)
+
+        kept = "none" if cache is not None or not torch.is_grad_enabled() else self.recompute
+        return run_layer(kept, attention, ffn, x)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    """norm(x) in the parameters' dtype, which differs from x's under a float32 residual stream."""
+    return norm(x).to(norm.weight.dtype)
 
 
 class Transformer(nn.Module):
@@ -66,6 +83,10 @@ class Transformer(nn.Module):
         mesh: a pyfast.parallel.ParallelMesh; None: one rank.
         dtype, device: of the parameters.
         seed: initial weights, see `initialize`; None leaves them as the modules made them, to be loaded over.
+        recompute: what layers compute again in backward instead of keeping it, one of none, full, selective, attention
+            and ffn, or a list of one a layer; see pyfast.nn.recompute.
+        recompute_every: only every so many layers, the first among them.
+        offload: keep what is saved for backward in host memory; on GPUs only.
     Raises ValueError when heads, kv_heads, ffn_width or vocab cannot be spread over the tensor-parallel ranks.
     """
 
@@ -77,14 +98,23 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int | None = 0,
+        recompute: str | Sequence[str] = "none",
+        recompute_every: int = 1,
+        offload: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
+        kinds = layer_kinds(recompute, config.layers, recompute_every)
+        self.offload = (lambda: offload_saved(torch.device(device))) if offload else nullcontext
+        with self.offload():  # raises here, not in the first forward
+            pass
         self.group = None if mesh is None else active_group(mesh.group("tp"))
         tensor = {"dtype": dtype, "device": device}
         options = {"group": self.group, **tensor}
         self.embedding = VocabParallelEmbedding(config.vocab, config.width, **options)
-        self.layers = nn.ModuleList(TransformerLayer(config, index, **options) for index in range(config.layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, index, recompute=kind, **options) for index, kind in enumerate(kinds)
+        )
         self.norm = RMSNorm(config.width, eps=config.norm_eps, **tensor)
         self.head = None
         if not config.tied_embeddings:
@@ -166,9 +196,10 @@ class Transformer(nn.Module):
         if self.config.residual_dtype == "float32" and dtype.itemsize < 4:
             x = x.float()
         cos, sin = self.rotary.cos, self.rotary.sin
-        for index, layer in enumerate(self.layers):
-            cache = None if caches is None else caches[index]
-            x = layer(x, cos, sin, positions=positions, cu_seqlens=cu_seqlens, cache=cache)
+        with self.offload():
+            for index, layer in enumerate(self.layers):
+                cache = None if caches is None else caches[index]
+                x = layer(x, cos, sin, positions=positions, cu_seqlens=cu_seqlens, cache=cache)
         return self.norm(x).to(dtype)
 
 

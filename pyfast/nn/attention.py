@@ -11,6 +11,7 @@ from pyfast import ops
 from pyfast.nn.linear import ColumnParallelLinear, RowParallelLinear
 from pyfast.nn.norm import RMSNorm
 from pyfast.nn.parameter import active_group, check_divisible
+from pyfast.nn.recompute import Light, call
 
 
 class KeyValueCache(Protocol):
@@ -88,17 +89,18 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        light: Light = call,
     ) -> Tensor:
         """cos, sin float32 [P, D/2] (None: no rotation), positions int [S], [T] or [B, S], cu_seqlens int32 [docs + 1].
 
         `cache` takes the new keys and values and gives all of them; the queries are then the last S positions.
+        light: runs what is cheap to compute again in backward, see pyfast.nn.recompute.
         """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_size))
         q, k, v = qkv.split(self.split, dim=-2)  # strided views: the kernels take them as they are
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if cos is not None:
-            q, k = ops.rotary(q, cos, sin, positions=positions), ops.rotary(k, cos, sin, positions=positions)
+        if self.q_norm is not None or cos is not None:
+            q = light(_norm_and_rotate, q, self.q_norm, cos, sin, positions)
+            k = light(_norm_and_rotate, k, self.k_norm, cos, sin, positions)
         if cache is not None:
             k, v = cache.append(k, v)
         out = ops.attention(
@@ -112,3 +114,11 @@ class Attention(nn.Module):
             cu_seqlens_k=cu_seqlens,
         )
         return self.output(out.flatten(-2))
+
+
+def _norm_and_rotate(
+    x: Tensor, norm: RMSNorm | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None
+) -> Tensor:
+    """Queries or keys [..., N, D] as attention takes them."""
+    x = x if norm is None else norm(x)
+    return x if cos is None else ops.rotary(x, cos, sin, positions=positions)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pyfast import ops
 from pyfast.nn.linear import ColumnParallelLinear, RowParallelLinear
 from pyfast.nn.parameter import active_group
+from pyfast.nn.recompute import Light, call
 
 
 class FeedForward(nn.Module):
@@ -36,5 +37,6 @@ class FeedForward(nn.Module):
         self.gate_up = ColumnParallelLinear(width, 2 * ffn_width, parts=parts, name=f"{name}.gate_up", **options)
         self.down = RowParallelLinear(ffn_width, width, name=f"{name}.down", **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x)))
+    def forward(self, x: Tensor, *, light: Light = call) -> Tensor:
+        """light: runs what is cheap to compute again in backward, see pyfast.nn.recompute."""
+        return self.down(light(ops.swiglu, self.gate_up(x)))

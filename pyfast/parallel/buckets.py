@@ -115,6 +115,11 @@ class FlatBuckets:
         self._in_step = self._last = False
         self._launched: list[tuple[Bucket, Work]] = []
 
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh that was given."""
+        return self._mesh
+
     def start_micro_batch(self, *, last: bool) -> None:
         """Call before each backward; `last` says that gradients are complete after it."""
         if self._last:

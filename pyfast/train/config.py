@@ -14,8 +14,10 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from pyfast.nn.recompute import layer_kinds
 from pyfast.parallel.config import ParallelConfig
 from pyfast.train.errors import ConfigError, NotSupportedYet, yaml_word
+from pyfast.train.parameter_groups import check_groups
 
 LARGEST_DEFAULT_MICRO_BATCH = 8
 LARGEST_INTEGER = 2**63 - 1  # what a tensor, a file and a generator's seed can hold
@@ -150,7 +152,16 @@ class RunConfig(_Section):
         None, "float16: steps without overflow after which the loss scale doubles; null = 2000", least=1
     )
     seed: int = key(0, "seed of the weights and of the data order", least=0)
-    recompute: bool | str | None = key(None, "recompute activations in the backward pass", later=True)
+    recompute: str | list[str] | None = key(
+        None,
+        "activations computed again in backward: none, full (a whole layer), selective (what is element-wise), "
+        "attention or ffn (that half of a layer), or a list of one of these a layer; null = none",
+    )
+    recompute_every: int = key(1, "recompute in every so many layers only, the first among them", least=1)
+    offload_activations: bool = key(False, "keep what is saved for backward in host memory (GPUs only)")
+    check_replicas: int | None = key(
+        None, "steps between bit-by-bit comparisons of what ranks hold copies of; null = at the start only", least=1
+    )
     processes: int | None = key(None, "processes to start; null = as many as the layout needs", least=1)
 
 
@@ -159,7 +170,7 @@ class OptimizerConfig(_Section):
     """The update rule and the learning rate over the run."""
 
     section: ClassVar[str] = "optimizer"
-    name: Literal["adamw", "sgd", "muon"] = key("adamw", "update rule", later_values=("muon",))
+    name: Literal["adamw", "sgd", "muon"] = key("adamw", "update rule")
     learning_rate: float = key(3e-3, "peak learning rate", least=0.0)
     schedule: Literal["constant", "cosine", "linear", "wsd"] = key(
         "cosine", "course after the warmup (wsd: constant, then a linear fall over decay_steps)"
@@ -169,12 +180,22 @@ class OptimizerConfig(_Section):
     final_fraction: float = key(
         0.1, "learning rate at the end, as a fraction of the peak (not for constant)", least=0.0, most=1.0
     )
-    weight_decay: float = key(0.1, "decoupled weight decay (adamw) or L2 term (sgd)", least=0.0)
+    weight_decay: float = key(0.1, "decoupled weight decay (adamw, muon) or L2 term (sgd)", least=0.0)
     decay_all: bool = key(False, "decay norm weights and biases too")
     beta1: float = key(0.9, "adamw: decay of the first moment", least=0.0, most=1.0)
     beta2: float = key(0.95, "adamw: decay of the second moment", least=0.0, most=1.0)
     eps: float = key(1e-8, "adamw: added to the root of the second moment", least=0.0)
     momentum: float = key(0.0, "sgd: momentum", least=0.0, most=1.0)
+    muon_momentum: float = key(0.95, "muon: momentum", least=0.0, most=1.0)
+    muon_steps: int = key(5, "muon: Newton-Schulz steps", least=1, most=99)
+    muon_scale: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw", "muon: size of an update, as large as adamw's or as in the first publication"
+    )
+    groups: dict[str, Any] | None = key(
+        None,
+        "regular expression -> mapping of weight_decay, rate (factor of the learning rate), rule (adamw | muon) for "
+        "the parameters whose name it is found in; the first that fits decides",
+    )
     clip_norm: float | None = key(None, "largest global gradient norm; null = no clipping", above=0.0)
     lr_scaling: Literal["none", "linear", "sqrt"] = key(
         "none", "scale learning_rate by global_batch / reference_batch, or by its square root"
@@ -389,6 +410,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     micro_batch = _micro_batch(config.train, parallel.data)
     _check_optimizer(config)
     _check_loss_scale(config.train)
+    _check_recompute(config)
     return dataclasses.replace(
         config, parallel=parallel, train=dataclasses.replace(config.train, micro_batch=micro_batch)
     )
@@ -434,10 +456,17 @@ def _largest_divisor(number: int, most: int) -> int:
 
 def _check_optimizer(config: TrainConfig) -> None:
     optimizer, steps = config.optimizer, config.train.steps
-    for name in ("beta1", "beta2", "momentum"):
+    for name in ("beta1", "beta2", "momentum", "muon_momentum"):
         if getattr(optimizer, name) >= 1.0:
             raise ConfigError(f"optimizer.{name}", getattr(optimizer, name), "must be less than 1")
     _check_used(optimizer)
+    try:
+        check_groups(optimizer.groups or {}, optimizer.name)
+    except ValueError as error:
+        raise ConfigError("optimizer.groups", optimizer.groups, str(error)) from error
+    if optimizer.name == "muon" and config.parallel.zero:
+        why = "orthogonalizes whole matrices, which parallel.zero > 0 cuts anywhere: not supported yet"
+        raise ConfigError("optimizer.name", "muon", why, hint="Leave parallel.zero at 0.")
     if optimizer.lr_scaling != "none" and optimizer.reference_batch is None:
         raise ConfigError(
             "optimizer.reference_batch", None, f"must be given with optimizer.lr_scaling = {optimizer.lr_scaling}"
@@ -453,7 +482,8 @@ def _check_optimizer(config: TrainConfig) -> None:
 def _check_used(optimizer: OptimizerConfig) -> None:
     """Refuse keys that were set but that the chosen rule or schedule does not read: nothing is ignored."""
     default = OptimizerConfig()
-    unused = {"momentum"} if optimizer.name == "adamw" else {"beta1", "beta2", "eps"}
+    adamw, muon = {"beta1", "beta2", "eps"}, {"muon_momentum", "muon_steps", "muon_scale"}
+    unused = {"adamw": {"momentum"} | muon, "sgd": adamw | muon, "muon": {"momentum"}}[optimizer.name]
     reason = {name: f"is not used by optimizer.name = {optimizer.name}" for name in unused}
     if optimizer.schedule != "wsd":
         reason["decay_steps"] = f"is not used by optimizer.schedule = {optimizer.schedule}"
@@ -476,6 +506,21 @@ def _check_loss_scale(run: RunConfig) -> None:
             raise ConfigError(f"train.{name}", value, why, hint="Leave it at null.")
     if run.loss_scale is not None and math.frexp(run.loss_scale)[0] != 0.5:
         raise ConfigError("train.loss_scale", run.loss_scale, "must be a power of two, so that unscaling is exact")
+
+
+def _check_recompute(config: TrainConfig) -> None:
+    run = config.train
+    try:
+        layer_kinds(run.recompute or "none", config.model.layers, run.recompute_every)
+    except ValueError as error:
+        name, _, why = str(error).partition(": ")
+        raise ConfigError(f"train.{name}", getattr(run, name), why) from error
+    if run.recompute in (None, "none") and run.recompute_every != 1:
+        why = "is not used with train.recompute = none"
+        raise ConfigError("train.recompute_every", run.recompute_every, why, hint="Leave it at 1.")
+    if run.offload_activations:
+        why = "is for GPUs: this run trains on the CPU, whose activations are in host memory already"
+        raise ConfigError("train.offload_activations", True, why, hint="Leave it at false.")
 
 
 def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:

@@ -8,31 +8,13 @@ no pass over the gradients is spent on clipping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyfast import ops
 from pyfast.parallel import Bucket, FlatBuckets
 from pyfast.train.config import OptimizerConfig
-
-DECAY, NO_DECAY = "decay", "no decay"
-
-
-def parameter_group(name: str, parameter: Tensor, *, decay_all: bool = False) -> str:
-    """Which optimizer group a parameter belongs to: norm weights and biases (vectors) do not decay by default."""
-    return DECAY if decay_all or parameter.dim() > 1 else NO_DECAY
-
-
-def describe_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[str]:
-    """One line a parameter group, for the start of a run."""
-    groups: dict[str, list[str]] = {}
-    for name, parameter in named_parameters:
-        groups.setdefault(parameter_group(name, parameter, decay_all=config.decay_all), []).append(name)
-    decay = {DECAY: config.weight_decay, NO_DECAY: 0.0}
-    what = {DECAY: "parameters, all of them" if config.decay_all else "matrices", NO_DECAY: "norms and biases"}
-    return [f"{config.name}, weight decay {decay[key]:g}: {len(names)} {what[key]}" for key, names in groups.items()]
+from pyfast.train.parameter_groups import describe_groups, parameter_group
 
 
 def views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
@@ -57,8 +39,12 @@ class FlatOptimizer:
         self.steps = 0
         self._state: list[dict[str, Tensor]] = [self._new_state(bucket) for bucket in self.buckets]
 
+    def kinds_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """State tensors that the rule of a bucket needs."""
+        return self.kinds
+
     def _new_state(self, bucket: Bucket) -> dict[str, Tensor]:
-        state = {kind: torch.zeros_like(bucket.main_grad) for kind in self.kinds}
+        state = {kind: torch.zeros_like(bucket.main_grad) for kind in self.kinds_of(bucket)}
         if bucket.data.dtype != bucket.main_grad.dtype:
             state["master"] = bucket.data.to(bucket.main_grad.dtype)
         return state
@@ -68,8 +54,9 @@ class FlatOptimizer:
         """Update every parameter from its main_grad times `grad_scale`."""
         self.steps += 1
         for bucket, state in zip(self.buckets, self._state, strict=True):
-            decay = self.config.weight_decay if bucket.key == DECAY else 0.0
-            self._update(bucket, state, learning_rate, grad_scale, decay)
+            group = bucket.key
+            decay = self.config.weight_decay if group.weight_decay is None else group.weight_decay
+            self._update(bucket, state, learning_rate * group.rate, grad_scale, decay)
 
     def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
         raise NotImplementedError
@@ -132,4 +119,9 @@ class SGD(FlatOptimizer):
 
 def make_optimizer(buckets: FlatBuckets, config: OptimizerConfig) -> FlatOptimizer:
     """The optimizer that `config.name` names."""
-    return {"adamw": AdamW, "sgd": SGD}[config.name](buckets, config)
+    from pyfast.train.muon import Muon  # which is built on this file
+
+    return {"adamw": AdamW, "sgd": SGD, "muon": Muon}[config.name](buckets, config)
+
+
+__all__ = ["AdamW", "FlatOptimizer", "SGD", "describe_groups", "make_optimizer", "parameter_group", "views"]

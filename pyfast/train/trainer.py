@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 
 from pyfast.models import Transformer
-from pyfast.parallel import FlatBuckets, ParallelMesh, clip_coefficient
+from pyfast.parallel import FlatBuckets, ParallelMesh, check_replicas, clip_coefficient
 from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.data import load_dataset
-from pyfast.train.errors import NonFiniteLoss, as_training_error
+from pyfast.train.errors import NonFiniteLoss, TrainingError, as_training_error
 from pyfast.train.lock import RunLock
 from pyfast.train.loss_scale import LossScale
 from pyfast.train.metrics import MetricsWriter, Recent, StepMetrics, memory_bytes
 from pyfast.train.model import transformer_config
 from pyfast.train.optimizer import make_optimizer, parameter_group
+from pyfast.train.parameter_groups import check_matches
 from pyfast.train.resume import Start, checkpoint_errors, checkpoint_state, find_start, load_state, recorded_config
 from pyfast.train.schedule import learning_rate
 from pyfast.train.stop import Stop
@@ -133,11 +134,19 @@ class Trainer:
             mask_prompt=config.data.mask_prompt,
         )
         self.dtype = getattr(torch, config.train.dtype)
-        self.model = Transformer(self.model_config, mesh=self.mesh, dtype=self.dtype, seed=config.train.seed)
+        self.model = Transformer(
+            self.model_config,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            seed=config.train.seed,
+            recompute=config.train.recompute or "none",
+            recompute_every=config.train.recompute_every,
+        )
+        check_matches(self.model.named_parameters(), config.optimizer)
         self.buckets = FlatBuckets(
             self.model.named_parameters(),
             self.mesh,
-            group_of=lambda name, p: parameter_group(name, p, decay_all=config.optimizer.decay_all),
+            group_of=lambda name, p: parameter_group(name, p, config.optimizer),
         )
         self.optimizer = make_optimizer(self.buckets, config.optimizer)
         self.loss_scale = None
@@ -147,6 +156,7 @@ class Trainer:
             scalars = load_state(start.path, self.model, self.optimizer, self.mesh)
             if self.loss_scale is not None:
                 self.loss_scale.load(scalars)
+        self._check_replicas("at the start")
         return start.with_data(self.dataset.fingerprint)
 
     def _find_start(self) -> Start:
@@ -184,6 +194,8 @@ class Trainer:
             if metrics is None:
                 break
             self.step += 1
+            if config.train.check_replicas and self.step % config.train.check_replicas == 0:
+                self._check_replicas(f"after step {self.step}")
             first, last = first or metrics, metrics
             recent.add(metrics)
             if writer is not None:
@@ -283,6 +295,13 @@ class Trainer:
             f"Step {step}: the loss is {loss:g} and the gradient norm {norm:g}; {where}. The step was not applied. "
             f"{kept}. Try a lower optimizer.learning_rate, more optimizer.warmup_steps, or optimizer.clip_norm 1."
         )
+
+    def _check_replicas(self, when: str) -> None:
+        """Raise `TrainingError`, alike on all ranks, naming the tensors, groups and ranks whose copies differ."""
+        try:
+            check_replicas(self.model.named_parameters(), self.mesh)
+        except RuntimeError as error:
+            raise TrainingError(f"{when}, {error}") from error
 
     def _stop_unless_watched(self) -> None:
         """Nobody sees a run whose screen is gone (`| head`, a closed terminal): it saves and ends like at Ctrl-C."""

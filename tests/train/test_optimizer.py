@@ -38,7 +38,7 @@ def ours(config: OptimizerConfig, dtype: torch.dtype, steps: int, rates, clip: f
     buckets = FlatBuckets(
         model.named_parameters(),
         ParallelMesh.single(),
-        group_of=lambda name, p: parameter_group(name, p, decay_all=config.decay_all),
+        group_of=lambda name, p: parameter_group(name, p, config),
     )
     optimizer = make_optimizer(buckets, config)
     for step in range(steps):

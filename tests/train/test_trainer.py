@@ -157,6 +157,17 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_was_never_stopped(tmp_path,
         }
 
 
+@pytest.mark.parametrize("recompute", ["selective", ["full", "ffn"]], ids=str)
+def test_recomputation_changes_no_bit_of_a_run(tmp_path, text, recompute):
+    runs = []
+    for word in ("none", recompute):
+        directory = {"directory": str(tmp_path / str(word))}
+        config = config_for(tmp_path, text, train={"steps": 3, "recompute": word}, log=directory)
+        Trainer(config).fit()
+        runs.append([(line["loss"], line["grad_norm"]) for line in metrics_of(config)])
+    assert runs[0] == runs[1]
+
+
 def test_lines_of_steps_that_are_done_again_are_moved_not_lost(tmp_path, text):
     config = config_for(tmp_path, text, checkpoint={"every": 2, "keep_last": None})
     Trainer(config).fit()

@@ -39,7 +39,8 @@ PF_INLINE double uniform(int64_t key, int64_t token, int64_t expert) {
 
 template <class C>
 PF_INLINE C noise_factor(int64_t key, int64_t token, int64_t expert, double jitter) {
-  return C(1.0 + jitter * (2.0 * uniform(key, token, expert) - 1.0));
+  // In the middle of its 24-bit step, so never 0: that times a logit of -inf would be NaN.
+  return C(1.0 + jitter * (2.0 * uniform(key, token, expert) - 1.0 + 0x1p-24));
 }
 
 // The lanes of a comparison's result, as bits.

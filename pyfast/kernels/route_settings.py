@@ -97,10 +97,10 @@ def uniform(key: int, token_ids: Tensor, experts: Tensor) -> Tensor:
 
 
 def jitter_factors(settings: RouteSettings, token_ids: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
-    """[T, E]: what logits are multiplied by, uniform in [1 - jitter, 1 + jitter]."""
+    """[T, E]: what logits are multiplied by, uniform in [1 - jitter, 1 + jitter], and never 0: -inf stays -inf."""
     numbers = torch.arange(experts, device=token_ids.device)
     u = uniform(settings.jitter_key, token_ids.unsqueeze(1), numbers)
-    return (1.0 + settings.jitter * (2.0 * u - 1.0)).to(dtype)
+    return (1.0 + settings.jitter * (2.0 * u - 1.0 + 2.0**-24)).to(dtype)  # the middle of a 24-bit step
 
 
 def random_keys(settings: RouteSettings, token_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyfast.comm import Group
-from pyfast.ops.checks import check_number
+from pyfast.ops.checks import FLOAT32_MAX, check_float, check_number
 from pyfast.ops.dispatch import Op
 
 BALANCE_SCOPES = ("sequence", "micro_batch", "global_batch")
@@ -66,9 +66,11 @@ def balance_loss(
 
     Source: Fedus, Zoph and Shazeer (2021); per sequence: DeepSeek-V3 (2024); over the global batch: Qiu et al. (2025).
     """
-    scopes, experts = terms.score_sums.shape
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= experts:
-        raise ValueError(f"k is {k!r}; an integer from 1 to {experts}, the number of experts, is needed")
+    scopes, experts = _check_terms(terms)
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"k is {k!r}; an integer is needed")
+    if not 1 <= k <= experts:
+        raise ValueError(f"k is {k}; an integer from 1 to {experts}, the number of experts, is needed")
     if (load is None) != (valid_tokens is None):
         missing = "load" if load is None else "valid_tokens"
         raise ValueError(f"{missing} is missing: load and valid_tokens are given together, or neither")
@@ -83,10 +85,31 @@ def balance_loss(
     return (terms.score_sums * per_token.to(terms.score_sums.dtype)).sum()
 
 
-def _whole(name: str, counts: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _check_terms(terms: BalanceTerms) -> tuple[int, int]:
+    """(S, E), once terms fit together."""
+    if not isinstance(terms, BalanceTerms):
+        raise TypeError(f"terms is a {type(terms).__name__}; Routing.balance_terms is needed")
+    check_float("terms.score_sums", terms.score_sums)
+    if terms.score_sums.dim() != 2:
+        raise ValueError(f"terms.score_sums has shape {tuple(terms.score_sums.shape)}; [scopes, experts] is needed")
+    scopes, experts = terms.score_sums.shape
+    for name, shape in (("load", (scopes, experts)), ("valid_tokens", (scopes,))):
+        counts = getattr(terms, name)
+        _check_integers(f"terms.{name}", counts)
+        if counts.shape != shape:
+            raise ValueError(f"terms.{name} has shape {tuple(counts.shape)}; it must be {shape}, as score_sums says")
+    return scopes, experts
+
+
+def _check_integers(name: str, counts: Tensor) -> None:
     if not isinstance(counts, Tensor) or counts.dtype not in _INTEGERS:
         kind = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"{name} is {kind}; an integer tensor (int32 or int64) is needed: counts are never rounded")
+
+
+def _whole(name: str, counts: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """`counts` of whole scopes as `shape`; of a single scope, the first dimension may be missing."""
+    _check_integers(name, counts)
     if counts.shape not in (shape, shape[1:]) or (counts.shape == shape[1:] and shape[0] != 1):
         raise ValueError(f"{name} has shape {tuple(counts.shape)}; it must be {shape}, as in terms")
     if counts.device != device:
@@ -139,23 +162,26 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 
     Source: auxiliary-loss-free load balancing (Wang et al., 2024; DeepSeek-V3, 2024).
     """
-    check_bias("bias", bias, counts.shape[-1] if isinstance(counts, Tensor) and counts.dim() else 0, None)
-    counts = _whole("counts", counts, (1, bias.shape[0]), bias.device)[0].long()
-    rate = check_number("rate", rate, least=0)
+    _check_integers("counts", counts)
+    if counts.dim() != 1:
+        raise ValueError(f"counts has shape {tuple(counts.shape)}; [experts] is needed")
+    check_bias(bias, "counts", counts)
+    counts = counts.long()
+    rate = check_number("rate", rate, least=0, most=FLOAT32_MAX)
     return bias.add_(torch.sign(counts.sum() - bias.shape[0] * counts).to(bias.dtype), alpha=rate)
 
 
-def check_bias(name: str, bias: Tensor, experts: int, device: torch.device | None) -> None:
-    """Raise TypeError / ValueError unless `bias` is a float32 [E] without a gradient."""
+def check_bias(bias: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise TypeError / ValueError unless `bias` is a float32 [E] without a gradient that fits `other` [..., E]."""
     if not isinstance(bias, Tensor) or bias.dtype != torch.float32:
         kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise TypeError(
-            f"{name} is {kind}; a float32 tensor is needed: steps of 0.001 vanish in half precision, so keep it "
-            "float32 when the model is converted"
+            f"bias is {kind}; a float32 tensor is needed: steps of 0.001 vanish in half precision, so keep it float32 "
+            "when the model is converted"
         )
-    if bias.shape != (experts,):
-        raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be ({experts},), one number an expert")
+    if bias.shape != other.shape[-1:]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({other.shape[-1]},), one number an expert")
     if bias.requires_grad:
-        raise ValueError(f"{name} requires a gradient, and none reaches it: it only chooses. Make it a buffer")
-    if device is not None and bias.device != device:
-        raise ValueError(f"{name} is on {bias.device}, logits on {device}; move them to one device")
+        raise ValueError("bias requires a gradient, and none reaches it: it only chooses. Make it a buffer")
+    if bias.device != other.device:
+        raise ValueError(f"bias is on {bias.device}, {other_name} on {other.device}; move them to one device")

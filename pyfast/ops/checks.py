@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def check_float(name: str, tensor: Tensor) -> None:
@@ -23,9 +24,9 @@ def check_float(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} has layout {tensor.layout}; a dense tensor is needed: convert it with .to_dense()")
 
 
-def check_number(name: str, value: object, *, least: float = -math.inf) -> float:
+def check_number(name: str, value: object, *, least: float = -math.inf, most: float = math.inf) -> float:
     """`value` as a float; TypeError unless it is a real number (numpy's too; no bool, string or tensor), ValueError
-    unless it is finite and at least `least`."""
+    unless it is finite, at least `least` and at most `most`."""
     # float() alone would take "0.5", True, and a tensor with its gradient.
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {_described(value)}; a number is needed")
@@ -33,8 +34,9 @@ def check_number(name: str, value: object, *, least: float = -math.inf) -> float
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not least <= number < math.inf or number == -math.inf:
+    if not least <= number <= most or math.isinf(number):
         bound = "" if least == -math.inf else f" of at least {least:g}"
+        bound += "" if most == math.inf else f" and at most {most:g}"
         raise ValueError(f"{name} is {value}; a finite number{bound} is needed")
     return number
 

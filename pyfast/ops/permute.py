@@ -73,6 +73,11 @@ def _check_map(rows: Tensor, row_map: RowMap, weights: Tensor | None, k: int | N
     """The slots a token, once everything fits."""
     if not isinstance(row_map, RowMap):
         raise TypeError(f"row_map is a {type(row_map).__name__}; the RowMap that permute returned is needed")
+    for name in ("gather", "slot", "inverse"):
+        entry = getattr(row_map, name)
+        if not isinstance(entry, Tensor) or entry.dim() != 1:
+            what = f"{tuple(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
+            raise TypeError(f"row_map.{name} is {what}; an int32 tensor [rows] is needed")
     slots = row_map.inverse.shape[0]
     if rows.dim() != 2 or rows.shape[0] != slots:
         raise ValueError(
@@ -94,6 +99,8 @@ def _check_map(rows: Tensor, row_map: RowMap, weights: Tensor | None, k: int | N
         raise ValueError(
             "k is None; without weights and with a row_map put together by hand it must say the slots a token"
         )
+    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
+        raise TypeError(f"k is {k!r}; an integer is needed")
     if k < 1 or slots % k:
         raise ValueError(f"k is {k}; it must divide the {slots} slots of row_map")
     if row_map.k not in (None, k):

@@ -13,9 +13,10 @@ from pyfast.comm import Group
 from pyfast.kernels.cpu_route import RouteResults, empty_results
 from pyfast.kernels.route_settings import CHOICES, RouteSettings
 from pyfast.ops.balance import BALANCE_SCOPES, BalanceTerms, balance_loss, check_bias
-from pyfast.ops.checks import check_float, check_number
+from pyfast.ops.checks import FLOAT32_MAX, check_bool, check_float, check_number
 from pyfast.ops.dispatch import Op, differentiable
 
+_MOST_INTEGER = 2**63 - 1  # of an op's arguments
 MOST_EXPERTS = 65534  # noise numbers (token, expert) pairs with 16 bits for the expert
 
 
@@ -97,7 +98,8 @@ def route(
             id, expert) alone.
         random_steps: anneal from random to learned routing: at `step` a token takes k random experts (of the allowed
             groups) with probability 1 - step / random_steps, with the weights that its scores give them.
-        seed, step: integers; needed with jitter and random_steps.
+        seed, step: integers from 0 to 2^64 - 1 (as torch.initial_seed() is) and to 2^63 - 1; needed with jitter and
+            random_steps.
         balance: ask for the balancing loss over tokens of a "sequence" (each document of cu_seqlens), "micro_batch"
             (this call) or "global_batch" (the step); see `balance_loss` for formula and scale.
         group: the ranks over which the tokens of a scope are spread: for a sequence those of context parallelism, for
@@ -137,7 +139,7 @@ def route(
     if token_ids is not None:
         _check_token_ids(token_ids, logits)
     results = RouteResults(*_route(logits, bias, valid, starts, token_ids, *settings))
-    load = results.load[0] if results.load.shape[0] == 1 else results.load.sum(0)
+    load = results.load.sum(0)  # never a view of balance_terms.load: callers add loads up in place
     terms = loss = None
     if balance is not None:
         terms = BalanceTerms(results.score_sums, results.load, results.valid_tokens)
@@ -145,7 +147,7 @@ def route(
             terms, k, group=group, load=global_load, valid_tokens=global_valid_tokens, name=f"{name} balance"
         )
     return Routing(
-        experts=results.experts, weights=results.weights, counts=results.counts if settings.limited else load,
+        experts=results.experts, weights=results.weights, counts=results.counts if settings.limited else load.clone(),
         dropped=results.dropped, load=load, balance_loss=loss, z_loss=results.z_sum if z_loss else None,
         balance_terms=terms,
     )  # fmt: skip
@@ -194,7 +196,7 @@ def _settings(
     jitter = check_number("jitter", jitter, least=0)
     if jitter > 1:
         raise ValueError(f"jitter is {jitter:g}; a number from 0 to 1 is needed: beyond 1 it turns logits round")
-    _check_integer("random_steps", random_steps, 0)
+    _check_integer("random_steps", random_steps, 0, _MOST_INTEGER)
     seed, step = _check_seed(seed, step, jitter > 0 or random_steps > 0)
     if choice != "top_k":
         _check_not_top_k(choice, num_groups, random_steps)
@@ -203,10 +205,10 @@ def _settings(
     if choice == "expert_choice":
         slots = experts if slots is None else _check_integer("slots", slots, 1, experts, "the number of experts")
     return RouteSettings(
-        k, "softmax_chosen" if softmax_over == "chosen" else score, bool(normalize),
-        check_number("scale", scale, least=0), num_groups, topk_groups, group_score == "top2", choice,
+        k, "softmax_chosen" if softmax_over == "chosen" else score, check_bool("normalize", normalize),
+        check_number("scale", scale, least=0, most=FLOAT32_MAX), num_groups, topk_groups, group_score == "top2", choice,
         k if slots is None else slots, jitter, random_steps, seed, step, capacity, capacity_factor,
-        drop == "probability", score_sums, bool(z_sum),
+        drop == "probability", score_sums, check_bool("z_loss", z_sum),
     )  # fmt: skip
 
 
@@ -228,7 +230,7 @@ def _check_capacity(capacity: int | None, capacity_factor: float | None, choice:
     if capacity is not None and capacity_factor is not None:
         raise ValueError("capacity and capacity_factor are both given; give one")
     if capacity is not None:
-        return _check_integer("capacity", capacity, 0), 0.0
+        return _check_integer("capacity", capacity, 0, _MOST_INTEGER), 0.0
     if capacity_factor is not None:
         factor = check_number("capacity_factor", capacity_factor, least=0)
         if factor == 0:
@@ -238,12 +240,13 @@ def _check_capacity(capacity: int | None, capacity_factor: float | None, choice:
 
 
 def _check_seed(seed: int | None, step: int | None, needed: bool) -> tuple[int, int]:
-    for name, value in (("seed", seed), ("step", step)):
+    for name, value, most in (("seed", seed, 2**64 - 1), ("step", step, _MOST_INTEGER)):
         if value is None and needed:
             raise ValueError(f"{name} is missing: jitter and random_steps are functions of an explicit seed and step")
         if value is not None:
-            _check_integer(name, value, 0)
-    return 0 if seed is None else seed, 0 if step is None else step
+            _check_integer(name, value, 0, most)
+    seed = 0 if seed is None else seed
+    return seed if seed <= _MOST_INTEGER else seed - 2**64, 0 if step is None else step  # the same 64 bits
 
 
 def _check_not_top_k(choice: str, num_groups: int, random_steps: int) -> None:
@@ -275,7 +278,7 @@ def _check_balance(settings, balance, cu_seqlens, group, global_load, global_val
 
 
 def _check_bias(bias: Tensor, logits: Tensor, settings: RouteSettings) -> None:
-    check_bias("bias", bias, logits.shape[1], logits.device)
+    check_bias(bias, "logits", logits)
     if settings.choice != "top_k":
         raise ValueError(f"bias is given with choice {settings.choice!r}, where it changes nothing; leave it out")
 
@@ -313,8 +316,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, logits: Tensor, per_document: b
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; [documents + 1] is needed")
     if cu_seqlens.device != logits.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, logits on {logits.device}; move them to one device")
-    starts = cu_seqlens.long()
-    return starts if per_document else torch.stack([starts[0], starts[-1]])
+    return _scopes_op(cu_seqlens, logits.shape[0], per_document)
 
 
 def _check_token_ids(token_ids: Tensor, logits: Tensor) -> None:
@@ -331,18 +333,22 @@ def _check_token_ids(token_ids: Tensor, logits: Tensor) -> None:
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
-def _forward(logits, bias, valid, starts, token_ids, *settings) -> tuple[Tensor, ...]:
-    if starts is not None:
-        _check_starts(starts, logits.shape[0])
-    forward = kernels.for_device(logits.device).route_forward
-    return tuple(forward(logits, bias, valid, starts, token_ids, RouteSettings(*settings)))
-
-
-def _check_starts(starts: Tensor, tokens: int) -> None:
-    """The values of cu_seqlens: checked inside the op, where a compiled call knows them too."""
-    values = starts.tolist()
+def _scopes(cu_seqlens: Tensor, tokens: int, per_document: bool) -> Tensor:
+    """int64 starts of the documents, or of all of them together. An op: compiled calls know their values only here."""
+    values = cu_seqlens.tolist()
     if values[0] < 0 or values[-1] > tokens or values != sorted(values):
         raise ValueError(f"cu_seqlens is {values}; starts must ascend within 0..{tokens}, the number of tokens")
+    starts = cu_seqlens.long()
+    return starts if per_document else torch.stack([starts[0], starts[-1]])
+
+
+def _scopes_fake(cu_seqlens: Tensor, tokens: int, per_document: bool) -> Tensor:
+    return cu_seqlens.new_empty(cu_seqlens.shape[0] if per_document else 2, dtype=torch.int64)
+
+
+def _forward(logits, bias, valid, starts, token_ids, *settings) -> tuple[Tensor, ...]:
+    forward = kernels.for_device(logits.device).route_forward
+    return tuple(forward(logits, bias, valid, starts, token_ids, RouteSettings(*settings)))
 
 
 def _forward_fake(logits, bias, valid, starts, token_ids, *settings) -> tuple[Tensor, ...]:
@@ -382,6 +388,9 @@ def _gradients(ctx, *grads):
 
 
 _TENSORS = "Tensor? valid, Tensor? starts, Tensor? token_ids"
+_scopes_op = Op(
+    "route_scopes", "(Tensor cu_seqlens, SymInt tokens, bool per_document) -> Tensor", _scopes, _scopes_fake
+)  # fmt: skip
 _forward_op = Op(
     "route",
     f"(Tensor logits, Tensor? bias, {_TENSORS}, {RouteSettings.SCHEMA}) -> ({', '.join(['Tensor'] * 9)})",

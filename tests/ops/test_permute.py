@@ -277,6 +277,10 @@ ROWS = torch.randn(10, 8)
         (lambda: ops.unpermute(ROWS, MAPPED, DROPPED), TypeError, "weights has dtype"),
         (lambda: ops.unpermute(ROWS, ops.RowMap(*MAPPED[:4])), ValueError, "k is None"),
         (lambda: ops.unpermute(ROWS, ops.RowMap(*MAPPED[:4]), k=3), ValueError, "k is 3; it must divide the 10"),
+        (lambda: ops.unpermute(ROWS, ops.RowMap(*MAPPED[:4]), k=2.0), TypeError, "k is 2.0; an integer"),
+        (lambda: ops.unpermute(ROWS, ops.RowMap(*MAPPED[:4]), k=True), TypeError, "k is True"),
+        (lambda: ops.unpermute(ROWS, MAPPED._replace(inverse=None)), TypeError, "row_map.inverse is a NoneType"),
+        (lambda: ops.unpermute(ROWS, MAPPED._replace(slot=MAPPED.slot[0])), TypeError, r"row_map.slot is \(\)"),
         (lambda: ops.unpermute(ROWS, MAPPED, k=5), ValueError, "k is 5; row_map was made with 2"),
         (
             lambda: ops.unpermute(ROWS, MAPPED._replace(slot=MAPPED.slot.long())),

@@ -122,6 +122,15 @@ def test_experts_outside_the_best_groups_are_never_chosen_even_when_all_scores_a
     assert torch.equal(routing.experts, torch.arange(4, dtype=torch.int32).expand(200, 4))
 
 
+def test_a_closed_expert_of_an_allowed_group_comes_before_those_of_other_groups():
+    """Masked with -inf, experts outside of the groups would tie with it, and lower numbers win."""
+    logits = torch.full((3, 12), -INF)
+    logits[:, 5] = 0.0
+    routing = ops.route(logits, 3, num_groups=3, topk_groups=1, group_score="max")
+    assert routing.experts.tolist() == [[5, 4, 6]] * 3
+    assert routing.weights.tolist() == [[1.0, 0.0, 0.0]] * 3
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_bias_changes_the_choice_and_never_the_weights(score, normalize):
@@ -265,6 +274,15 @@ def test_empty():
     assert routing.counts.tolist() == [0] * 8 and routing.balance_loss == routing.z_loss == routing.dropped == 0
 
 
+def test_results_share_no_memory_so_that_counts_can_be_added_up_in_place():
+    routing = ops.route(torch.randn(9, 4), 2, balance="micro_batch")
+    expected = routing.load.clone()
+    for total in (routing.load, routing.counts):
+        total += 1
+    assert torch.equal(routing.load, expected + 1) and torch.equal(routing.counts, expected + 1)
+    assert torch.equal(routing.balance_terms.load[0], expected)
+
+
 def test_nothing_but_logits_and_experts_is_kept_for_backward():
     logits, kept = torch.randn(40, 16, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -336,6 +354,29 @@ def test_jitter_is_uniform_within_its_bounds_and_multiplies_logits_and_gradients
     torch.testing.assert_close(logits.grad, expected)
 
 
+@pytest.mark.parametrize("backend", [cpu, plain], ids=["cpu", "plain"])
+def test_jitter_of_1_leaves_closed_experts_closed(backend):
+    """The random number of this seed, step, token and expert is 0: a factor of 0 would make NaN of -inf."""
+    logits = torch.zeros(1, 8)
+    logits[0, 2] = -INF
+    s = settings(k=8, jitter=1.0, seed=0, step=0, slots=8)
+    results = backend.route_forward(logits, None, None, None, torch.tensor([336531]), s)
+    assert results.weights.isfinite().all() and results.experts[0, -1] == 2 and results.weights[0, -1] == 0
+
+
+def test_a_seed_may_have_64_bits_in_a_compiled_call_too():
+    """torch.initial_seed() is one."""
+    logits = torch.randn(5, 8)
+
+    def weights(x):
+        return ops.route(x, 2, jitter=0.3, random_steps=9, seed=2**64 - 1, step=2).weights
+
+    leaf = logits.clone().requires_grad_()
+    compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
+    assert torch.equal(weights(logits), weights(leaf)) and torch.equal(weights(logits), compiled(leaf))
+    assert not torch.equal(weights(logits), ops.route(logits, 2, jitter=0.3, random_steps=9, seed=1, step=2).weights)
+
+
 def test_random_routing_anneals_to_learned_routing():
     torch.manual_seed(0)
     logits = torch.zeros(8000, 8)
@@ -392,6 +433,12 @@ def test_opcheck(s):
         sums = (torch.ones_like(results.score_sums), torch.ones(())) if s.score_sums else (None, None)
         arguments = (results.weights, *sums, logits.detach(), chosen, *tensors[1:], *s)
         torch.library.opcheck(torch.ops.pyfast.route_backward.default, arguments)
+
+
+@pytest.mark.parametrize("per_document", [True, False])
+def test_opcheck_of_the_scopes(per_document):
+    cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.pyfast.route_scopes.default, (cu_seqlens, 6, per_document))
 
 
 def test_second_derivatives_are_refused():
@@ -547,9 +594,13 @@ X = torch.randn(6, 8)
         (dict(cu_seqlens=torch.tensor([0, 3])), TypeError, "cu_seqlens is torch.int64"),
         (dict(cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)), ValueError, "cu_seqlens is .*0..6"),
         (dict(cu_seqlens=torch.tensor([4, 2], dtype=torch.int32)), ValueError, "cu_seqlens is"),
+        (dict(cu_seqlens=torch.tensor([0, 4, 2, 6], dtype=torch.int32)), ValueError, "cu_seqlens is"),
+        (dict(cu_seqlens=torch.tensor([0, 7, 6], dtype=torch.int32)), ValueError, "cu_seqlens is"),
         (dict(token_ids=torch.arange(5)), ValueError, "token_ids has shape"),
         (dict(token_ids=torch.arange(6).int()), TypeError, "token_ids is torch.int32"),
         (dict(capacity=-1), ValueError, "capacity is -1"),
+        (dict(capacity=2**63), ValueError, "capacity is 9223372036854775808; an integer from 0 to"),
+        (dict(capacity=True), TypeError, "capacity is True"),
         (dict(capacity=1, capacity_factor=1.0), ValueError, "both given"),
         (dict(capacity_factor=0), ValueError, "capacity_factor is 0; it must be above 0"),
         (dict(drop="random"), ValueError, "drop is 'random'"),
@@ -559,6 +610,12 @@ X = torch.randn(6, 8)
         (dict(random_steps=10, seed=0), ValueError, "step is missing"),
         (dict(jitter=1.5, seed=0, step=0), ValueError, "jitter is 1.5"),
         (dict(random_steps=10, seed=0, step=-1), ValueError, "step is -1"),
+        (dict(random_steps=10, seed=0, step=2**63), ValueError, "step is 9223372036854775808"),
+        (dict(random_steps=2**63, seed=0, step=0), ValueError, "random_steps is 9223372036854775808"),
+        (dict(jitter=0.1, seed=2**64, step=0), ValueError, "seed is 18446744073709551616"),
+        (dict(normalize="no"), TypeError, "normalize is 'no'; True or False"),
+        (dict(z_loss=1e-3), TypeError, "z_loss is 0.001; True or False"),
+        (dict(scale=1e39), ValueError, "scale is 1e.39; a finite number of at least 0 and at most 3.4"),
         (dict(random_steps=10, seed=0, step=0, choice="balanced"), ValueError, "random_steps is 10"),
         (dict(balance="layer"), ValueError, "balance is 'layer'; allowed are 'sequence', 'micro_batch'"),
         (dict(balance="sequence"), ValueError, "without cu_seqlens"),

@@ -131,6 +131,13 @@ def test_a_closed_expert_of_an_allowed_group_comes_before_those_of_other_groups(
     assert routing.weights.tolist() == [[1.0, 0.0, 0.0]] * 3
 
 
+def test_a_group_whose_two_best_are_infinities_of_both_signs_counts_once():
+    """inf - inf is no number, and must not open a group more than allowed: a NaN among the logits ranks as inf."""
+    logits = torch.tensor([[0.0, 1.0, NAN, -INF], [INF, -INF, 1.0, 0.0]])
+    routing = ops.route(logits, 2, softmax_over="chosen", num_groups=2, topk_groups=1)
+    assert routing.experts.tolist() == [[2, 3], [0, 1]]
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_bias_changes_the_choice_and_never_the_weights(score, normalize):

@@ -18,6 +18,10 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 _SCALARS = frozenset((type(None), bool, int, float, str))
+_NO_SECOND_DERIVATIVE = (
+    "second derivatives of {} are not supported yet: leave create_graph=False, detach the gradient, or compute this "
+    "part with torch's own functions"
+)
 
 
 def eager(arguments: Sequence[Any]) -> bool:
@@ -76,7 +80,18 @@ def _refuse(what: str) -> None:
 def refuse_second_derivative(name: str) -> None:
     """For backward functions that autograd cannot differentiate: under create_graph it would seem constant."""
     if torch.is_grad_enabled():
-        raise NotImplementedError(f"second derivatives of {name} are not supported yet: leave create_graph=False")
+        raise NotImplementedError(_NO_SECOND_DERIVATIVE.format(name))
+
+
+def _refusing_backward(name: str) -> Callable:
+    """The gradient of an op without one; backward ops are such, and what asks for theirs is a second derivative."""
+    forward, is_backward = name.removesuffix("_backward"), name.endswith("_backward")
+    message = _NO_SECOND_DERIVATIVE.format(forward) if is_backward else f"pyfast.{name} has no gradient: detach it"
+
+    def backward(ctx, *grads):
+        raise NotImplementedError(message)
+
+    return backward
 
 
 class Op:
@@ -96,10 +111,12 @@ class Op:
         self.name, self.function = name, function
         self.library_op = torch.library.custom_op(f"pyfast::{name}", function, mutates_args=mutates, schema=schema)
         self.library_op.register_fake(fake)
+        if not mutates:  # torch allows no formula for ops that write in place
+            self.library_op.register_autograd(_refusing_backward(name))
 
     def __call__(self, *args: Any) -> Any:
         # When autograd records (a backward under create_graph), the library op gives its results a gradient, or one
-        # that raises where none is registered; calling the function would lose it silently.
+        # that raises (`_refusing_backward`); calling the function would lose it silently.
         if eager(args) and not records(args):
             return self.function(*args)
         return self.through_library(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ def grouped_gemm(
         main_grad: float32 (float64 for float64) tensor of w's shape: backward adds the gradient of w into it, in full
             precision, and autograd gets none for w. Nothing is added when w requires no gradient.
         defer: called in backward with a closure that does that addition when it is called (a list's append, say);
-            needs main_grad. The closure keeps x and the upstream gradient alive.
+            needs main_grad. It is good for one call and keeps x and the upstream gradient alive until then; if one of
+            them was written in place meanwhile, it raises RuntimeError.
 
     Returns:
         [R, N] (with `transpose`: [R, K]) in x's dtype; sums are float32 (float64 for float64), rounded once.
@@ -162,7 +164,9 @@ class _WithMainGrad(torch.autograd.Function):
         transpose, main_grad = ctx.transpose, ctx.main_grad
         dx, _, dbias = _backward(dy, x, w, offsets, transpose, need_dx, False, need_dbias)
         if need_dw:
-            add_or_defer(ctx.defer, lambda: _add_weight_gradient(dy, x, offsets, transpose, main_grad, True), main_grad)
+            reads = {"x": x, "offsets": offsets, "the upstream gradient": dy}
+            add = partial(_add_weight_gradient, dy, x, offsets, transpose, main_grad, True)
+            add_or_defer(ctx.defer, add, (main_grad,), reads)
         return dx if need_dx else None, None, None, dbias if need_dbias else None, None, None, None
 
 

@@ -37,7 +37,8 @@ def linear(
         main_grad: float32 (float64 for float64) tensor of w's shape: backward adds the gradient of w into it, in full
             precision, and autograd gets none for w. Nothing is added when w requires no gradient.
         defer: called in backward with a closure that does that addition when it is called (a list's append, say);
-            needs main_grad. The closure keeps x and the upstream gradient alive.
+            needs main_grad. It is good for one call and keeps x and the upstream gradient alive until then; if one of
+            them was written in place meanwhile, it raises RuntimeError.
 
     Returns:
         [..., F] in x's dtype; sums are float32 (float64 for float64), rounded once.
@@ -174,7 +175,8 @@ class _WithMainGrad(torch.autograd.Function):
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         dx = input_gradient(dy, w) if need_dx else None
         if need_dw:
-            add_or_defer(ctx.defer, lambda: add_weight_gradient(dy, x, main_grad), main_grad)
+            reads = {"x": x, "the upstream gradient": dy}
+            add_or_defer(ctx.defer, lambda: add_weight_gradient(dy, x, main_grad), (main_grad,), reads)
         dbias = _as_matrix(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype) if need_dbias else None
         return dx, None, dbias, None, None
 

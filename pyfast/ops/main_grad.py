@@ -7,7 +7,7 @@ would idle (zero bubble, Qi et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,15 +40,42 @@ def check_main_grad(name: str, main_grad: Tensor | None, weight_name: str, weigh
         raise NotImplementedError(f"{name} under torch.compile is not supported yet: call the op outside the graph")
 
 
-def add_or_defer(defer: Defer | None, add: Callable[[], None], *main_grads: Tensor) -> None:
-    """Run `add`, which adds into main_grads, now; or hand a closure that does it to `defer`."""
+def add_or_defer(
+    defer: Defer | None, add: Callable[[], None], main_grads: Sequence[Tensor], reads: dict[str, Tensor]
+) -> None:
+    """Run `add`, which adds into main_grads what it computes from `reads`, now; or hand a closure to `defer`.
+
+    The closure is good for one call, and lets go of what it keeps then. It raises RuntimeError when called again, which
+    would count the gradient twice, and when a tensor of `reads` (by the name the caller knows it by) was written in
+    place since backward: autograd, which watches saved tensors until then, looks no longer.
+    """
+    if defer is None:
+        _run(add, main_grads)
+        return
+    pending = [(add, [(name, tensor, _version(tensor)) for name, tensor in reads.items()])]
 
     def closure() -> None:
-        with torch.no_grad():
-            add()
-        torch.autograd.graph.increment_version(main_grads)
+        if not pending:
+            raise RuntimeError("a deferred weight gradient was run twice; each closure is to be called once")
+        add, versions = pending[0]
+        for name, tensor, version in versions:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"{name} was written in place between backward and the deferred weight gradient that reads it: run "
+                    "the closure first, or give the op a copy"
+                )
+        pending.clear()
+        _run(add, main_grads)
 
-    if defer is None:
-        closure()
-    else:
-        defer(closure)
+    defer(closure)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written in place; tensors made in inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _run(add: Callable[[], None], main_grads: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        add()
+    torch.autograd.graph.increment_version(main_grads)

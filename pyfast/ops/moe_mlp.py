@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ def moe_mlp(
             backward adds into them, in full precision, and autograd gets none for the weights. Nothing is added for a
             weight that requires no gradient.
         defer: called in backward with a closure that does these additions when it is called; needs main_grads. The
-            closure keeps x, the upstream gradient and 3 F values a row alive.
+            closure is good for one call and keeps x, the upstream gradient and 3 F values a row alive until then; if x
+            or that gradient was written in place meanwhile, it raises RuntimeError.
         recompute: compute the pre-activation again in backward instead of keeping it: 2 of 9 products more.
 
     Returns:
@@ -188,7 +190,9 @@ class _WithMainGrads(torch.autograd.Function):
             need_dweights, keep_rows,
         )  # fmt: skip
         if keep_rows:
-            add_or_defer(ctx.defer, lambda: kernel.moe_mlp_weight_gradients(dy, x, kept, maps, *targets, True), *adding)
+            reads = {"x": x, "the upstream gradient": dy}
+            add = partial(kernel.moe_mlp_weight_gradients, dy, x, kept, maps, *targets, True)
+            add_or_defer(ctx.defer, add, adding, reads)
         elif adding:
             torch.autograd.graph.increment_version(adding)
         dx, dweights = dx if need_dx else None, dweights if need_dweights else None

@@ -81,14 +81,14 @@ T* at(Address address) {
 void rms_norm_forward(int dtype, Address x, Address weight, Address y, Address rstd, int64_t rows, int64_t width,
                       int64_t x_stride, double eps, int threads) {
   py::gil_scoped_release release;
-  g_kernels->rms_norm_forward({DType(dtype), at<void>(x), at<void>(weight), at<void>(y), at<void>(rstd), rows, width,
+  kernels().rms_norm_forward({DType(dtype), at<void>(x), at<void>(weight), at<void>(y), at<void>(rstd), rows, width,
                                x_stride, eps, threads});
 }
 
 void rms_norm_backward(int dtype, Address dy, Address x, Address weight, Address rstd, Address dx, Address dweight,
                        int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int threads) {
   py::gil_scoped_release release;
-  g_kernels->rms_norm_backward({DType(dtype), at<void>(dy), at<void>(x), at<void>(weight), at<void>(rstd),
+  kernels().rms_norm_backward({DType(dtype), at<void>(dy), at<void>(x), at<void>(weight), at<void>(rstd),
                                 at<void>(dx), at<void>(dweight), rows, width, dy_stride, x_stride, threads});
 }
 
@@ -96,14 +96,14 @@ void gemm(int a_dtype, Address a, int64_t a_row_stride, int64_t a_col_stride, in
           int64_t b_row_stride, int64_t b_col_stride, int out_dtype, Address out, int64_t out_row_stride, int64_t m,
           int64_t n, int64_t k, double scale, bool accumulate, int threads) {
   py::gil_scoped_release release;
-  g_kernels->gemm({DType(a_dtype), DType(b_dtype), DType(out_dtype), at<void>(a), a_row_stride, a_col_stride,
+  kernels().gemm({DType(a_dtype), DType(b_dtype), DType(out_dtype), at<void>(a), a_row_stride, a_col_stride,
                    at<void>(b), b_row_stride, b_col_stride, at<void>(out), out_row_stride, m, n, k, scale, accumulate,
                    threads});
 }
 
 double fma_peak(double seconds) {
   py::gil_scoped_release release;
-  return g_kernels->fma_peak(seconds);
+  return kernels().fma_peak(seconds);
 }
 
 int64_t rotary(int dtype, Address x, Address cos, Address sin, Address positions, Address y, int64_t batch,
@@ -111,7 +111,7 @@ int64_t rotary(int dtype, Address x, Address cos, Address sin, Address positions
                int64_t x_token_stride, int64_t x_head_stride, int64_t positions_batch_stride, bool inverse,
                int threads) {
   py::gil_scoped_release release;
-  return g_kernels->rotary({DType(dtype), at<void>(x), at<void>(cos), at<void>(sin), at<int64_t>(positions),
+  return kernels().rotary({DType(dtype), at<void>(x), at<void>(cos), at<void>(sin), at<int64_t>(positions),
                             at<void>(y), batch, length, heads, width, half, table_rows, x_batch_stride,
                             x_token_stride, x_head_stride, positions_batch_stride, inverse, threads});
 }
@@ -119,7 +119,7 @@ int64_t rotary(int dtype, Address x, Address cos, Address sin, Address positions
 void swiglu_forward(int dtype, Address gate, Address up, Address y, int64_t rows, int64_t width, int64_t gate_stride,
                     int64_t up_stride, int threads) {
   py::gil_scoped_release release;
-  g_kernels->swiglu_forward(
+  kernels().swiglu_forward(
       {DType(dtype), at<void>(gate), at<void>(up), at<void>(y), rows, width, gate_stride, up_stride, threads});
 }
 
@@ -127,7 +127,7 @@ void swiglu_backward(int dtype, Address dy, Address gate, Address up, Address dg
                      int64_t width, int64_t dy_stride, int64_t gate_stride, int64_t up_stride, int64_t d_stride,
                      int threads) {
   py::gil_scoped_release release;
-  g_kernels->swiglu_backward({DType(dtype), at<void>(dy), at<void>(gate), at<void>(up), at<void>(dgate), at<void>(dup),
+  kernels().swiglu_backward({DType(dtype), at<void>(dy), at<void>(gate), at<void>(up), at<void>(dgate), at<void>(dup),
                               rows, width, dy_stride, gate_stride, up_stride, d_stride, threads});
 }
 
@@ -135,7 +135,7 @@ void adamw(int dtype, bool grad_is_wide, Address param, Address grad, Address ex
            Address master, int64_t size, double beta1, double beta2, double decay, double step_size,
            double inverse_root_bias, double eps, double grad_scale, int threads) {
   py::gil_scoped_release release;
-  g_kernels->adamw({DType(dtype), grad_is_wide, at<void>(param), at<void>(grad), at<void>(exp_avg),
+  kernels().adamw({DType(dtype), grad_is_wide, at<void>(param), at<void>(grad), at<void>(exp_avg),
                     at<void>(exp_avg_sq), at<void>(master), size, beta1, beta2, decay, step_size, inverse_root_bias,
                     eps, grad_scale, threads});
 }
@@ -144,7 +144,7 @@ void cross_entropy_rows(int dtype, Address logits, Address target, Address lse, 
                         int64_t rows, int64_t cols, int64_t stride, int64_t start, double softcap, bool exponentials,
                         int threads) {
   py::gil_scoped_release release;
-  g_kernels->cross_entropy_rows({DType(dtype), at<void>(logits), at<int64_t>(target), at<void>(lse), at<void>(picked),
+  kernels().cross_entropy_rows({DType(dtype), at<void>(logits), at<int64_t>(target), at<void>(lse), at<void>(picked),
                                  at<void>(largest), rows, cols, stride, start, softcap, exponentials, threads});
 }
 
@@ -152,7 +152,7 @@ void cross_entropy_gradient(int dtype, Address logits, Address target, Address l
                             int64_t rows, int64_t cols, int64_t stride, int64_t start, double softcap, double z_loss,
                             int threads) {
   py::gil_scoped_release release;
-  g_kernels->cross_entropy_gradient({DType(dtype), at<void>(logits), at<int64_t>(target), at<void>(lse),
+  kernels().cross_entropy_gradient({DType(dtype), at<void>(logits), at<int64_t>(target), at<void>(lse),
                                      at<void>(largest), at<void>(grad), rows, cols, stride, start, softcap, z_loss,
                                      threads});
 }

@@ -32,7 +32,7 @@ void grouped_gemm(const py::tuple& x, const py::tuple& w, const py::tuple& group
   const pyfast::GroupedGemm arguments{rows(x), matrices(w), offsets(groups), at(bias), at(y),
                                       row_count, out,       in,              threads};
   py::gil_scoped_release release;
-  g_kernels->grouped_gemm(arguments);
+  kernels().grouped_gemm(arguments);
 }
 
 void grouped_weight_gradient(const py::tuple& left, const py::tuple& right, const py::tuple& groups,
@@ -41,13 +41,13 @@ void grouped_weight_gradient(const py::tuple& left, const py::tuple& right, cons
   const pyfast::GroupedWeightGradient arguments{rows(left),  rows(right), offsets(groups), matrices(dw), left_width,
                                                 right_width, accumulate,  threads};
   py::gil_scoped_release release;
-  g_kernels->grouped_weight_gradient(arguments);
+  kernels().grouped_weight_gradient(arguments);
 }
 
 void grouped_bias_gradient(const py::tuple& dy, const py::tuple& groups, Address dbias, int64_t width, int threads) {
   const pyfast::GroupedBiasGradient arguments{rows(dy), offsets(groups), at(dbias), width, threads};
   py::gil_scoped_release release;
-  g_kernels->grouped_bias_gradient(arguments);
+  kernels().grouped_bias_gradient(arguments);
 }
 
 // See MoeMlpShape for the order.
@@ -70,10 +70,10 @@ pyfast::MoeMlpShape shape(const py::tuple& t) {
 void moe_mlp_forward(const py::tuple& s, const py::tuple& x, Address y, Address pre, Address workspace) {
   const pyfast::MoeMlpForward arguments{shape(s), rows(x), at(y), at(pre), at(workspace)};
   py::gil_scoped_release release;
-  g_kernels->moe_mlp_forward(arguments);
+  kernels().moe_mlp_forward(arguments);
 }
 
-int64_t moe_mlp_backward_rows(const py::tuple& s) { return g_kernels->moe_mlp_backward_rows(shape(s)); }
+int64_t moe_mlp_backward_rows(const py::tuple& s) { return kernels().moe_mlp_backward_rows(shape(s)); }
 
 void moe_mlp_backward(const py::tuple& s, const py::tuple& x, const py::tuple& dy, Address pre, Address dx,
                       Address dweights, Address dh, Address activation, Address dx_rows, const py::tuple& dw_gate_up,
@@ -84,7 +84,7 @@ void moe_mlp_backward(const py::tuple& s, const py::tuple& x, const py::tuple& d
       at(dh),      at(activation), at(dx_rows),
       matrices(dw_gate_up), matrices(dw_down), accumulate, keep_rows};
   py::gil_scoped_release release;
-  g_kernels->moe_mlp_backward(arguments);
+  kernels().moe_mlp_backward(arguments);
 }
 
 }  // namespace

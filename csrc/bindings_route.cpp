@@ -55,7 +55,7 @@ void forward(const py::tuple& shared, const py::tuple& results) {
   f.score_sums = at<void>(results[7]);
   f.z_sum = at<void>(results[8]);
   py::gil_scoped_release release;
-  g_kernels->route_forward(f);
+  kernels().route_forward(f);
 }
 
 void backward(const py::tuple& shared, const py::tuple& tensors) {
@@ -67,7 +67,7 @@ void backward(const py::tuple& shared, const py::tuple& tensors) {
   f.dz = at<void>(tensors[3]);
   f.dlogits = at<void>(tensors[4]);
   py::gil_scoped_release release;
-  g_kernels->route_backward(f);
+  kernels().route_backward(f);
 }
 
 }  // namespace

@@ -14,28 +14,28 @@ T* at(Address address) {
 int64_t row_map(Address experts, bool wide, int64_t tokens, int64_t k, int64_t token_stride, int64_t k_stride,
                 int64_t num_experts, Address offsets, Address gather, Address slot, Address inverse, int threads) {
   py::gil_scoped_release release;
-  return g_kernels->row_map({at<void>(experts), wide, tokens, k, token_stride, k_stride, num_experts,
+  return kernels().row_map({at<void>(experts), wide, tokens, k, token_stride, k_stride, num_experts,
                              at<int32_t>(offsets), at<int32_t>(gather), at<int32_t>(slot), at<int32_t>(inverse),
                              threads});
 }
 
 bool tile_list(Address offsets, int64_t num_experts, int64_t block, int64_t bound, Address tiles, Address count) {
   py::gil_scoped_release release;
-  return g_kernels->tile_list(
+  return kernels().tile_list(
       {at<int32_t>(offsets), num_experts, block, bound, at<int32_t>(tiles), at<int32_t>(count)});
 }
 
 int64_t gather_rows(int dtype, Address x, Address gather, Address rows, int64_t tokens, int64_t count, int64_t width,
                     int64_t x_stride, int threads) {
   py::gil_scoped_release release;
-  return g_kernels->gather_rows({pyfast::DType(dtype), at<void>(x), at<int32_t>(gather), at<void>(rows), tokens, count,
+  return kernels().gather_rows({pyfast::DType(dtype), at<void>(x), at<int32_t>(gather), at<void>(rows), tokens, count,
                                  width, x_stride, threads});
 }
 
 int64_t gather_sum(int dtype, Address rows, Address inverse, Address weights, Address y, int64_t tokens, int64_t k,
                    int64_t count, int64_t width, int64_t rows_stride, int threads) {
   py::gil_scoped_release release;
-  return g_kernels->gather_sum({pyfast::DType(dtype), at<void>(rows), at<int32_t>(inverse), at<void>(weights),
+  return kernels().gather_sum({pyfast::DType(dtype), at<void>(rows), at<int32_t>(inverse), at<void>(weights),
                                 at<void>(y), tokens, k, count, width, rows_stride, threads});
 }
 
@@ -43,7 +43,7 @@ int64_t gather_sum_backward(int dtype, Address dy, Address rows, Address gather,
                             Address drows, Address dweights, int64_t tokens, int64_t k, int64_t count, int64_t width,
                             int64_t dy_stride, int64_t rows_stride, int threads) {
   py::gil_scoped_release release;
-  return g_kernels->gather_sum_backward({pyfast::DType(dtype), at<void>(dy), at<void>(rows), at<int32_t>(gather),
+  return kernels().gather_sum_backward({pyfast::DType(dtype), at<void>(dy), at<void>(rows), at<int32_t>(gather),
                                          at<int32_t>(slot), at<void>(weights), at<void>(drows), at<void>(dweights),
                                          tokens, k, count, width, dy_stride, rows_stride, threads});
 }

@@ -8,11 +8,15 @@ for float64).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.extension import _C
+
+_BATCHED = (0, 0, 0, 0, 0, 0)  # no cu_seqlens, no runs
 
 
 def attention_forward(
@@ -29,16 +33,17 @@ def attention_forward(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse): out [B, Sq, Nq, Dv] or [T, Nq, Dv] like q; lse [B, Nq, Sq] or [Nq, T] in the sum dtype."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    out = _empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = torch.empty(lse_shape(q), dtype=sum_dtype(q.dtype))
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = _rows(q), _rows(k), _rows(v)
+    q_shape, width = q.shape, v.shape[-1]
+    out = _empty_like(q) if q_shape[-1] == width else q.new_empty((*q_shape[:-1], width))
+    lse = _empty_statistics(q)
     sinks, cu_seqlens_q, cu_seqlens_k = _plain_arrays(q, sinks, cu_seqlens_q, cu_seqlens_k)
-    options = (causal, window_left, window_right, scale, softcap)
-    shape = _shape(q, k, v, sinks, options, cu_seqlens=(cu_seqlens_q, cu_seqlens_k))
-    workspace = torch.empty(_C.attention_forward_workspace(shape), dtype=torch.uint8)
-    _C.attention_forward(
-        shape, _strided(q), _strided(k), _strided(v), out.data_ptr(), lse.data_ptr(), False, False,
-        workspace.data_ptr(),
+    _call(
+        _C.attention_forward,
+        (DTYPE_CODES[q.dtype], _array(q), _array(k), _array(v), _documents(cu_seqlens_q, cu_seqlens_k),
+         (causal, scale, window_left, window_right, softcap), _address(sinks), torch.get_num_threads(),
+         out.data_ptr(), lse.data_ptr(), False, False),
     )  # fmt: skip
     return out, lse
 
@@ -69,14 +74,14 @@ def attention_backward(
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     sinks, cu_seqlens_q, cu_seqlens_k = _plain_arrays(q, sinks, cu_seqlens_q, cu_seqlens_k)
-    options = (causal, window_left, window_right, scale, softcap)
-    shape = _shape(q, k, v, sinks, options, cu_seqlens=(cu_seqlens_q, cu_seqlens_k))
-    workspace = torch.empty(_C.attention_backward_workspace(shape), dtype=torch.uint8)
-    _C.attention_backward(
-        shape, _strided(q), _strided(k), _strided(v), _strided(out), _strided(dout), lse.data_ptr(), _address(dlse),
-        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), dsinks.data_ptr(), workspace.data_ptr(),
+    _call(
+        _C.attention_backward,
+        (DTYPE_CODES[q.dtype], _array(q), _array(k), _array(v), _documents(cu_seqlens_q, cu_seqlens_k),
+         (causal, scale, window_left, window_right, softcap), _address(sinks), torch.get_num_threads(),
+         _array(out), _array(dout), lse.data_ptr(), _address(dlse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+         dsinks.data_ptr()),
     )  # fmt: skip
-    return dq, dk, dv, dsinks.to(sinks_dtype)
+    return dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks_dtype)
 
 
 def attention_state_forward(
@@ -106,12 +111,11 @@ def attention_state_forward(
     else:
         acc, lse = (x.contiguous() for x in state)
     sinks = None if sinks is None else sinks.to(wide).contiguous()
-    options = (causal, window_left, window_right, scale, softcap)
-    shape = _shape(q, k, v, sinks, options, runs=(runs_q, runs_k))
-    workspace = torch.empty(_C.attention_forward_workspace(shape), dtype=torch.uint8)
-    _C.attention_forward(
-        shape, _strided(q), _strided(k), _strided(v), acc.data_ptr(), lse.data_ptr(), True, state is not None,
-        workspace.data_ptr(),
+    _call(
+        _C.attention_forward,
+        (DTYPE_CODES[q.dtype], _array(q), _array(k), _array(v), _runs(runs_q, runs_k),
+         (causal, scale, window_left, window_right, softcap), _address(sinks), torch.get_num_threads(),
+         acc.data_ptr(), lse.data_ptr(), True, state is not None),
     )  # fmt: skip
     return (acc, lse) if state is None else _put_back(state, (acc, lse))
 
@@ -126,8 +130,8 @@ def attention_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Te
     dlse = None if dlse is None else dlse.to(wide).contiguous()
     delta = torch.empty(lse_shape(dout), dtype=wide)
     _C.attention_delta(
-        DTYPE_CODES[dout.dtype], out.dtype == wide, _strided(out), _strided(dout), _address(dlse), delta.data_ptr(),
-        *dout.shape, torch.get_num_threads(),
+        DTYPE_CODES[dout.dtype], out.dtype == wide, _array(out), _array(dout), _address(dlse), delta.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return delta
 
@@ -160,11 +164,11 @@ def attention_state_backward(
     lse, delta = lse.to(wide).contiguous(), delta.to(wide).contiguous()
     given = (dq, dk, dv)
     sums = tuple(None if x is None else x.contiguous() for x in given)
-    shape = _shape(q, k, v, None, (causal, window_left, window_right, scale, softcap), runs=(runs_q, runs_k))
-    workspace = torch.empty(_C.attention_backward_workspace(shape), dtype=torch.uint8)
-    _C.attention_state_backward(
-        shape, _strided(q), _strided(k), _strided(v), _strided(dout), lse.data_ptr(), delta.data_ptr(),
-        *map(_address, sums), workspace.data_ptr(),
+    _call(
+        _C.attention_state_backward,
+        (DTYPE_CODES[q.dtype], _array(q), _array(k), _array(v), _runs(runs_q, runs_k),
+         (causal, scale, window_left, window_right, softcap), torch.get_num_threads(),
+         _array(dout), lse.data_ptr(), delta.data_ptr(), *map(_address, sums)),
     )  # fmt: skip
     _put_back(given, sums)
 
@@ -191,10 +195,22 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _strided(x: Tensor) -> tuple[int, int, int, int]:
-    """Address and strides of batch, row, head."""
-    strides = x.stride()
-    return (x.data_ptr(), *strides[:3]) if len(strides) == 4 else (x.data_ptr(), 0, *strides[:2])
+def _empty_statistics(q: Tensor) -> Tensor:
+    """lse or delta of q, uninitialised; `new_empty` without a dtype takes half the time."""
+    wide = sum_dtype(q.dtype)
+    return q.new_empty(lse_shape(q)) if wide is q.dtype else q.new_empty(lse_shape(q), dtype=wide)
+
+
+def _call(kernel: Callable[..., int], arguments: tuple) -> None:
+    """Run a kernel: small workspaces are the binding's own, for others it asks."""
+    missing = kernel(*arguments, 0)
+    if missing:
+        workspace = torch.empty(missing, dtype=torch.uint8)
+        kernel(*arguments, workspace.data_ptr())
+
+
+def _array(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return x.data_ptr(), x.shape, x.stride()
 
 
 def _address(x: Tensor | None) -> int:
@@ -212,15 +228,13 @@ def _plain_arrays(
     return sinks, cu_seqlens_q, cu_seqlens_k
 
 
-def _shape(q, k, v, sinks, options, cu_seqlens=(None, None), runs=(None, None)) -> tuple:
-    """struct AttentionShape (csrc/kernels.h), field by field."""
-    causal, window_left, window_right, scale, softcap = options
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens
-    runs_q, runs_k = runs
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    counts = (0, 0) if runs_q is None else (runs_q.shape[0], runs_k.shape[0])
-    return (
-        DTYPE_CODES[q.dtype], batch, q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1],
-        _address(cu_seqlens_q), _address(cu_seqlens_k), _address(runs_q), _address(runs_k), *counts,
-        causal, window_left, window_right, scale, softcap, _address(sinks), torch.get_num_threads(),
-    )  # fmt: skip
+def _documents(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> tuple[int, ...]:
+    """Which rows are whose, as csrc/bindings_attention.cpp takes it: starts of documents, or one a batch element."""
+    if cu_seqlens_q is None:
+        return _BATCHED
+    return cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr(), 0, 0, cu_seqlens_q.shape[0], cu_seqlens_k.shape[0]
+
+
+def _runs(runs_q: Tensor, runs_k: Tensor) -> tuple[int, ...]:
+    """The same for runs."""
+    return 0, 0, runs_q.data_ptr(), runs_k.data_ptr(), runs_q.shape[0], runs_k.shape[0]

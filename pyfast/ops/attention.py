@@ -16,6 +16,7 @@ from pyfast.ops.checks import FLOAT_DTYPES, autocast, check_bool, check_float, c
 from pyfast.ops.dispatch import Op, differentiable
 
 MAX_HEAD_SIZE = 256
+_UNBOUNDED = (-1, -1)
 _WIDEST = 1 << 40  # no sequence is longer, and positions plus a window stay far from 2^63
 
 
@@ -26,7 +27,7 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = _UNBOUNDED,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -71,7 +72,7 @@ def attention(
     elif cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is given without cu_seqlens_q; packed attention needs cu_seqlens_q")
     causal, return_lse = check_bool("causal", causal), check_bool("return_lse", return_lse)
-    left, right = _check_window(window)
+    left, right = window if window is _UNBOUNDED else _check_window(window)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
     softcap = check_number("softcap", softcap, least=0)
     out, lse = _attention(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, softcap)
@@ -85,7 +86,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> bool:
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     return (
         len(q_shape) == len(k_shape) == (3 if packed else 4)
-        and k_shape[:-1] == v_shape[:-1]
+        and (k_shape == v_shape or k_shape[:-1] == v_shape[:-1])
         and (packed or q_shape[0] == k_shape[0])
         and 0 < q_shape[-1] == k_shape[-1] <= MAX_HEAD_SIZE
         and 0 < v_shape[-1] <= MAX_HEAD_SIZE
@@ -94,7 +95,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> bool:
         and q.dtype == k.dtype == v.dtype
         and q.dtype in FLOAT_DTYPES
         and q.layout == k.layout == v.layout == torch.strided
-        and q.device == k.device == v.device
+        and ((q.is_cpu and k.is_cpu and v.is_cpu) or q.device == k.device == v.device)
     )
 
 

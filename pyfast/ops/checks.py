@@ -27,6 +27,8 @@ def check_float(name: str, tensor: Tensor) -> None:
 def check_number(name: str, value: object, *, least: float = -math.inf, most: float = math.inf) -> float:
     """`value` as a float; TypeError unless it is a real number (numpy's too; no bool, string or tensor), ValueError
     unless it is finite, at least `least` and at most `most`."""
+    if type(value) is float and least <= value <= most and -math.inf < value < math.inf:  # what it nearly always is
+        return value
     # float() alone would take "0.5", True, and a tensor with its gradient.
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {_described(value)}; a number is needed")
@@ -70,7 +72,8 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
     For the ops whose torch counterparts (linear, scaled_dot_product_attention) autocast runs in half precision.
     """
-    device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
+    first = tensors[0] if isinstance(tensors[0], Tensor) else next((x for x in tensors if isinstance(x, Tensor)), None)
+    device = "cpu" if first is None else first.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

@@ -115,3 +115,27 @@ assert not torch.cuda.is_initialized()
 
 def test_ops_do_not_import_triton():
     run("-c", "import sys, pyfast.ops; assert 'triton' not in sys.modules")
+
+
+def test_compiled_functions_without_kernels_say_so():
+    """In a process that has imported the bare module alone: an error, not a crash."""
+    code = """
+from pyfast import _C
+zeros = (0,) * 9
+array = (0, (0, 1, 1), (1, 1, 1))
+tables, options = (0,) * 6, (True, 1.0, -1, -1, 0.0)
+calls = (
+    lambda: _C.fma_peak(0.01),
+    lambda: _C.attention_forward(0, array, array, array, tables, options, 0, 1, 0, 0, False, False, 0),
+    lambda: _C.attention_delta(0, False, array, array, 0, 0, 1),
+    lambda: _C.swiglu_forward(*zeros),
+)
+for call in calls:
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+"""
+    lines = run("-c", code).splitlines()
+    assert len(lines) == 4
+    assert all("no CPU kernels are loaded: import pyfast.kernels.cpu" in line for line in lines)

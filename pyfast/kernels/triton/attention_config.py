@@ -48,6 +48,10 @@ TILES = {
     32: dict.fromkeys((80, 90, 100), _FLOAT32),
 }
 
+# head size -> tiles of the forward whose warps are specialized (attention_specialized.py), for sm_90 in 16 bits. Nothing
+# chooses it yet: bench/device.py measures it beside the above.
+SPECIALIZED = {64: Tiles(128, 128, 128, 4, 2), 128: Tiles(128, 128, 128, 4, 2)}
+
 
 def choose_tiles(arch: int, kernel: str, bits: int, descriptors: bool, width: int) -> Tiles:
     """The tiles of `kernel` ("forward", "keys", "queries") for head sizes padded to `width`.

@@ -30,7 +30,7 @@ from pyfast.kernels.triton.launch import architecture, describable, describe, on
 _FAR = 1 << 29  # positions further apart than this are cut to it: the kernels compare 32-bit distances
 _L2_BYTES = 24 << 20  # of keys and values that a wave of programs should share
 _DELTA_ROWS = 64
-_COLUMNS = 8  # head sizes are made multiples of it: 16 bytes in 16 bits
+_COLUMNS = 16  # Triton knows an argument (a stride) to be a multiple of 16, or knows nothing of it
 
 
 class Options(NamedTuple):
@@ -340,11 +340,11 @@ def _pad(width: int) -> int:
 def _rows(x: Tensor) -> Tensor:
     """x [T, N, D] as TMA can read it, and with rows near enough that a block is addressed with 32 bits; else a copy.
 
-    Rows that start between 16-byte boundaries, or end there, would be read in single elements, whose addresses fill the
-    registers. So a copy has columns of zeros, up to a multiple of 8; what the kernels write is then as wide.
+    Rows whose strides or length are no multiples of 16 would be read in single elements, whose addresses fill the
+    registers. So a copy has columns of zeros, up to a multiple of 16; what the kernels write is then as wide.
     """
     width = -(-x.shape[2] // _COLUMNS) * _COLUMNS
-    near = describable(x) and all(stride < 1 << 22 for stride in x.stride()[:2])
+    near = describable(x) and all(stride < 1 << 22 and stride % _COLUMNS == 0 for stride in x.stride()[:2])
     if width == x.shape[2] and (near or x.numel() == 0):
         return x
     return _with_columns(x, width)

@@ -300,9 +300,9 @@ def test_state_and_buffers_of_any_head_size_and_strides():
     grads = torch.autograd.grad((out * dout.double()).sum() + want_lse.sum(), wide)
     delta = kernels.attention_delta(state[0], dout, dlse)
     buffers = [torch.full((*x.shape, 2), 1.0) for x in (q, k, v)]
+    views = [x[..., 0] for x in buffers]
     kernels.attention_state_backward(
-        dout, q, k, v, *(x.contiguous() for x in (state[1], delta)), runs, runs, *options, *(x[..., 0] for x in buffers),
-        tiles=TILES,
+        dout, q, k, v, state[1], delta, runs, runs, *options, *views, tiles=TILES
     )  # fmt: skip
     for buffer, expected in zip(buffers, grads, strict=True):
         close(buffer[..., 0], 1 + expected, 2e-6)

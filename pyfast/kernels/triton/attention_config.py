@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
 
 # Operands in three tf32 parts live in registers: beyond head size 128 no tile is small enough to spill none of them.
 _FLOAT32 = {
-    "forward": {64: Tiles(32, 32, 16, 4, 2), 128: Tiles(32, 16, 16, 8, 1), 256: Tiles(16, 32, 16, 8, 1)},
+    "forward": {64: Tiles(32, 32, 16, 4, 2), 128: Tiles(16, 32, 16, 8, 1), 256: Tiles(16, 32, 16, 8, 1)},
     "keys": {64: Tiles(32, 32, 16, 4, 2), 128: Tiles(16, 16, 16, 8, 1), 256: Tiles(16, 16, 16, 8, 1)},
     "queries": {64: Tiles(32, 16, 16, 4, 2), 128: Tiles(16, 16, 16, 8, 1), 256: Tiles(16, 16, 16, 8, 1)},
 }

@@ -30,6 +30,10 @@ def check(device: torch.device, length: int = 600, dtypes: tuple = tuple(ALLOWED
             yield Check(f"{name}, {str(dtype)[6:]}", _error(device, dtype, length, **case), ALLOWED[dtype])
     for name, shards in _shards(length // 10 * 10).items():
         yield Check(f"state carried, {name}, float32", _carried_error(device, shards), 1e-5)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+        for D, tiles in ((D, tiles) for D, several in _specialized().items() for tiles in several):
+            error = _specialized_error(device, D, tiles)
+            yield Check(f"specialized warps, head size {D}, keys by {tiles.block_k}, bfloat16", error, 4e-3)
 
 
 def _cases(S: int) -> dict[str, dict]:
@@ -118,6 +122,28 @@ def _carried_error(device: torch.device, shards: list) -> float:
     return max(relative_error(actual, expected) for actual, expected in pairs)
 
 
+def _specialized() -> dict[int, list]:
+    """head size -> tiles of the forward with specialized warps."""
+    from pyfast.kernels.triton.attention_config import SPECIALIZED, Tiles
+
+    return {D: [tiles, Tiles(128, 64, 64, 4, 3)] for D, tiles in SPECIALIZED.items()}
+
+
+def _specialized_error(device: torch.device, D: int, tiles) -> float:
+    """Full and causal, with a softcap and sinks; sequences that end within a tile of queries."""
+    from pyfast.kernels.triton.attention_specialized import attention_forward_specialized
+
+    q, k, v = (torch.randn(2, s, n, D, device=device).bfloat16() for s, n in ((600, 8), (640, 2), (640, 2)))
+    sinks, worst = torch.randn(8, device=device), 0.0
+    for causal in (False, True):
+        results = attention_forward_specialized(q, k, v, sinks, causal, D**-0.5, 5.0, tiles=tiles)
+        wanted = reference.attention(
+            *(x.double() for x in (q, k, v)), causal=causal, scale=D**-0.5, softcap=5.0, sinks=sinks.double()
+        )
+        worst = max(worst, *map(relative_error, results, wanted))
+    return worst
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Speed
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,6 +151,7 @@ def _carried_error(device: torch.device, shards: list) -> float:
 
 def measure(device: torch.device, deadline: float) -> Iterator[str]:
     """TFLOP/s, medians, bfloat16; the backward counted as 2.5 forwards."""
+    yield from _measure_tiles(device)
     yield f"\n## attention: TFLOP/s, bfloat16, {TOKENS} tokens, {WIDTH} wide, medians\n"
     candidates = {"pyfast": _pyfast, "flash": _sdpa("FLASH_ATTENTION"), "cuDNN": _sdpa("CUDNN_ATTENTION")}
     yield f"| D | S | mask | pass | {' | '.join([*candidates, 'Flex'])} | pyfast / best |"
@@ -137,6 +164,62 @@ def measure(device: torch.device, deadline: float) -> Iterator[str]:
                     return
                 flex = {"Flex": _flex} if S == 8192 and time.monotonic() < deadline - 60 else {}  # it compiles slowly
                 yield from _cell(device, D, S, causal, {**candidates, **flex})
+
+
+def _measure_tiles(device: torch.device, S: int = 8192) -> Iterator[str]:
+    """What decides between entries of pyfast/kernels/triton/attention_config.py: those in use, and others."""
+    from triton.testing import do_bench
+
+    yield f"\n## attention: tiles, bfloat16, causal, {TOKENS} tokens, S {S}, medians\n"
+    yield "| D | kernel | tiles (queries, keys, masked, warps, stages) | ms |\n|---|---|---|---|"
+    for D in (64, 128):
+        shape = (TOKENS // S, S, WIDTH // D, D)
+        q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+        for kernel, tiles, run in _tile_candidates(q, k, v, dout):
+            try:
+                yield f"| {D} | {kernel} | {tuple(tiles)} | {do_bench(run, rep=60, return_mode='median'):.3f} |"
+            except RuntimeError as error:
+                yield f"<!-- {D} {kernel} {tuple(tiles)}: {str(error).splitlines()[0]} -->"
+
+
+def _tile_candidates(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Iterator[tuple]:
+    """(kernel, tiles, function that runs it)."""
+    from pyfast.kernels.triton import attention
+    from pyfast.kernels.triton.attention_config import Tiles, choose_tiles
+    from pyfast.kernels.triton.attention_specialized import attention_forward_specialized, unsuitable
+    from pyfast.kernels.triton.launch import architecture
+
+    D, options = q.shape[-1], attention.Options(True, q.shape[-1] ** -0.5, -1, -1, 0.0)
+    chosen = {kernel: choose_tiles(architecture(), kernel, 16, True, D) for kernel in ("forward", "keys", "queries")}
+    yield (
+        "forward", chosen["forward"],
+        lambda: attention.attention_forward(q, k, v, None, None, None, *options, tiles=chosen["forward"]),
+    )  # fmt: skip
+    for tiles in _specialized()[D]:
+        if unsuitable(q, k, v, True, tiles) is None:
+            yield (
+                "forward, specialized", tiles,
+                lambda tiles=tiles: attention_forward_specialized(q, k, v, None, True, D**-0.5, 0.0, tiles=tiles),
+            )  # fmt: skip
+    out, lse = attention.attention_forward(q, k, v, None, None, None, *options)
+    flat = [x.flatten(0, 1) for x in (dout, q, k, v)]
+    constants = attention._pack_lse(lse), attention.attention_delta(out.flatten(0, 1), flat[0])
+    targets = [torch.empty_like(x) for x in flat[1:]]
+    # 64 x 128 should be the faster one, but triton 3.6 spills 16 bytes of it, outside the loops.
+    keys = dict.fromkeys((chosen["keys"], Tiles(64, 128, 32, 8, 2)))  # once where they are the same
+    for kernel, several in (("keys", keys), ("queries", [chosen["queries"]])):
+        wanted = (None, *targets[1:]) if kernel == "keys" else (targets[0], None, None)
+        for tiles in several:
+
+            def plan(kind: str, tiles: Tiles) -> attention.Plan:
+                return attention._plan_of_call(kind, q, k, None, None, options, tiles)
+
+            yield (
+                f"backward, {kernel}", tiles,
+                lambda tiles=tiles, wanted=wanted: attention._backward(
+                    *flat, *constants, plan, options, tiles, *wanted, add=False
+                ),
+            )  # fmt: skip
 
 
 def _cell(device, D: int, S: int, causal: bool, candidates: dict[str, Callable]) -> Iterator[str]:

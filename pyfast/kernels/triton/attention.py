@@ -6,8 +6,10 @@ document, so there is one form of each kernel: packed rows, runs, tiles planned 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from pyfast.kernels.triton.launch import architecture, describable, describe, on
 _FAR = 1 << 29  # positions further apart than this are cut to it: the kernels compare 32-bit distances
 _L2_BYTES = 24 << 20  # of keys and values that a wave of programs should share
 _DELTA_ROWS = 64
+_COLUMNS = 16  # Triton knows an argument (a stride) to be a multiple of 16, or knows nothing of it
 
 
 class Options(NamedTuple):
@@ -57,12 +60,12 @@ def attention_forward(
     if q.dtype == torch.float64:
         return plain_attention.attention_forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *options)
     q_TND, k_TND, v_TND = _packed(q), _packed(k), _packed(v)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], v_TND.shape[-1]))
     lse_NT = torch.empty(q_TND.shape[1], q_TND.shape[0], dtype=torch.float32, device=q.device)
     launch = _Launch("forward", q_TND, k_TND, v_TND, options, tiles, k_TND, v_TND)
     plan = _plan_of_call("queries", q, k, cu_seqlens_q, cu_seqlens_k, options, launch.tiles)
     _forward(launch, plan, _flat(out), lse_NT, sinks, carry=False)
-    return out, _unpack_lse(lse_NT, q)
+    return _columns(out, v.shape[-1]), _unpack_lse(lse_NT, q)
 
 
 @on_its_device
@@ -80,13 +83,15 @@ def attention_backward(
     q_TND, k_TND, v_TND, out_TND, dout_TND = (_packed(x) for x in (q, k, v, out, dout))
     lse_NT = _pack_lse(lse)
     delta_NT = attention_delta(out_TND, dout_TND, None if dlse is None else _pack_lse(dlse))
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    wide = ((q, q_TND), (k, k_TND), (v, v_TND))
+    dq, dk, dv = (x.new_empty((*x.shape[:-1], x_TND.shape[-1])) for x, x_TND in wide)
     parts = (dout_TND, q_TND, k_TND, v_TND, lse_NT, delta_NT)
 
     def plan(kind: str, tiles: Tiles) -> Plan:
         return _plan_of_call(kind, q, k, cu_seqlens_q, cu_seqlens_k, options, tiles)
 
     _backward(*parts, plan, options, tiles, _flat(dq), _flat(dk), _flat(dv), add=False)
+    dq, dk, dv = (_columns(dx, x.shape[-1]) for dx, x in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv, _sink_gradient(sinks, lse_NT, delta_NT) if sinks is not None else q.new_empty(0).float()
 
 
@@ -100,15 +105,17 @@ def attention_state_forward(
     options = Options(causal, scale, window_left, window_right, softcap)
     if q.dtype == torch.float64:
         return plain_attention.attention_state_forward(q, k, v, runs_q, runs_k, *options, sinks, state)
+    width = v.shape[2]
     q, k, v = _rows(q), _rows(k), _rows(v)
     launch = _Launch("forward", q, k, v, options, tiles, k, v)
     if state is None:
-        acc = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float32, device=q.device)
+        acc = torch.empty(*q.shape[:2], width, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     else:
         acc, lse = state
     plan = _plan_of_runs("queries", runs_q, runs_k, q, k, options, launch.tiles)
-    _forward(launch, plan, acc, lse, sinks, carry=state is not None)
+    with _in_place(acc, v.shape[2]) as wide_acc, _in_place(lse, lse.shape[1]) as rows_lse:
+        _forward(launch, plan, wide_acc, rows_lse, sinks, carry=state is not None)
     return acc, lse
 
 
@@ -117,7 +124,7 @@ def attention_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Te
     """See `cpu_attention.attention_delta`."""
     if out.dtype == torch.float64:
         return plain_attention.attention_delta(out, dout, dlse)
-    out, dout = _rows(out), _rows(dout)
+    out, dout, dlse = _rows(out), _rows(dout), None if dlse is None else _last_contiguous(dlse)
     rows, heads, width = out.shape
     delta = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
     if delta.numel():
@@ -148,7 +155,12 @@ def attention_state_backward(
         return _plan_of_runs(kind, runs_q, runs_k, q, k, options, tiles)
 
     parts = (_rows(dout), _rows(q), _rows(k), _rows(v), _last_contiguous(lse), _last_contiguous(delta))
-    _backward(*parts, plan, options, tiles, dq, dk, dv, add=True)
+    with contextlib.ExitStack() as stack:
+        wide = [
+            None if dx is None else stack.enter_context(_in_place(dx, x.shape[2]))
+            for dx, x in zip((dq, dk, dv), parts[1:4], strict=True)
+        ]
+        _backward(*parts, plan, options, tiles, *wide, add=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,14 +209,19 @@ def _forward(launch: _Launch, plan: Plan, out: Tensor, lse: Tensor, sinks: Tenso
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     if (programs := len(plan.tiles) * heads) == 0:
         return
-    key_bytes = k.shape[0] * (k.shape[2] + v.shape[2]) * k.element_size()
     attention_forward_kernel[(programs,)](
         q, k, v, launch.walked(k, launch.block_d), launch.walked(v, launch.block_dv), out, lse,
-        lse if sinks is None else sinks.float(), plan.tiles, plan.ranges, len(plan.tiles), heads,
-        group * max(1, min(k.shape[1], _L2_BYTES // max(key_bytes, 1))), group,
+        lse if sinks is None else sinks.float().contiguous(), plan.tiles, plan.ranges, len(plan.tiles), heads,
+        heads_at_once(q, k, v), group,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], lse.stride(0), *launch.mask(),
         SINKS=sinks is not None, CARRY=carry, **launch.blocks(),
     )  # fmt: skip
+
+
+def heads_at_once(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Query heads whose keys and values fit the L2 cache together: whole groups, at least one; [T, N, D] each."""
+    key_bytes = k.shape[0] * (k.shape[2] + v.shape[2]) * k.element_size()
+    return q.shape[1] // k.shape[1] * max(1, min(k.shape[1], _L2_BYTES // max(key_bytes, 1)))
 
 
 def _backward(dout, q, k, v, lse, delta, plan, options, tiles, dq, dk, dv, *, add: bool) -> None:
@@ -323,13 +340,38 @@ def _pad(width: int) -> int:
 def _rows(x: Tensor) -> Tensor:
     """x [T, N, D] as TMA can read it, and with rows near enough that a block is addressed with 32 bits; else a copy.
 
-    Rows that start between 16-byte boundaries would be read in single elements, whose addresses fill the registers.
+    Rows whose strides or length are no multiples of 16 would be read in single elements, whose addresses fill the
+    registers. So a copy has columns of zeros, up to a multiple of 16; what the kernels write is then as wide.
     """
-    if x.numel() == 0 or (describable(x) and all(stride < 1 << 22 for stride in x.stride()[:2])):
+    width = -(-x.shape[2] // _COLUMNS) * _COLUMNS
+    near = describable(x) and all(stride < 1 << 22 and stride % _COLUMNS == 0 for stride in x.stride()[:2])
+    if width == x.shape[2] and (near or x.numel() == 0):
         return x
-    step = 16 // x.element_size()
-    aligned = x.new_empty(*x.shape[:2], -(-x.shape[2] // step) * step)[..., : x.shape[2]]
-    return aligned.copy_(x)
+    return _with_columns(x, width)
+
+
+def _with_columns(x: Tensor, width: int) -> Tensor:
+    """A contiguous copy of x [..., D] with columns of zeros up to `width`."""
+    copy = x.new_empty(*x.shape[:-1], width)
+    copy[..., : x.shape[-1]].copy_(x)
+    copy[..., x.shape[-1] :].zero_()
+    return copy
+
+
+def _columns(x: Tensor, width: int) -> Tensor:
+    """The first `width` columns, contiguous."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
+
+
+@contextlib.contextmanager
+def _in_place(target: Tensor, width: int) -> Iterator[Tensor]:
+    """`target` [..., D] for a kernel that changes `width` contiguous columns: itself, or a copy that is copied back."""
+    if target.shape[-1] == width and target.stride(-1) == 1:
+        yield target
+        return
+    wide = _with_columns(target, width)
+    yield wide
+    target.copy_(wide[..., : target.shape[-1]])
 
 
 def _packed(x: Tensor) -> Tensor:

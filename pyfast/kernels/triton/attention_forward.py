@@ -27,7 +27,7 @@ def attention_forward_kernel(
     ranges [ranges, 4]: first row, rows, its position less that of the tile, stride. Heads are taken heads_at_once at a
     time, so that their keys stay in the L2 cache; those of one group are neighbours.
     """
-    head, i_tile = _place(tl.program_id(0), tiles, heads, heads_at_once)
+    head, i_tile = place(tl.program_id(0), tiles, heads, heads_at_once)
     p_tile = p_tiles + i_tile * 6
     row, count, stride = tl.load(p_tile), tl.load(p_tile + 1), tl.load(p_tile + 2)
     whole, masked, end = tl.load(p_tile + 3), tl.load(p_tile + 4), tl.load(p_tile + 5)
@@ -83,7 +83,7 @@ def attention_forward_kernel(
 
 
 @triton.jit
-def _place(program, tiles, heads, heads_at_once):
+def place(program, tiles, heads, heads_at_once):
     """(head, tile) of a program: all tiles, longest first, of the first heads_at_once heads; then the next heads."""
     i_batch = program // (tiles * heads_at_once)
     within = program % (tiles * heads_at_once)

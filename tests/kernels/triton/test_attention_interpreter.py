@@ -111,9 +111,20 @@ def test_a_sink_joins_the_maximum():
     torch.testing.assert_close(lse[:, 0], torch.full_like(lse[:, 0], 100.0))
 
 
-@pytest.mark.parametrize("D, Dv", [(8, 8), (40, 24), (80, 80), (96, 128), (192, 128), (20, 33)])
+@pytest.mark.parametrize("D, Dv", [(8, 8), (40, 24), (80, 80), (96, 128), (192, 128), (20, 33), (1, 1), (100, 12)])
 def test_head_sizes(D, Dv):
-    check(*inputs(torch.bfloat16, D=D, Dv=Dv, Sq=40, Sk=40))
+    _, _, grads = check(*inputs(torch.bfloat16, D=D, Dv=Dv, Sq=40, Sk=40))
+    assert all(x.is_contiguous() for x in grads[:3])
+
+
+@pytest.mark.parametrize("group", [3, 8])
+def test_query_heads_that_share_a_kv_head(group):
+    check(*inputs(torch.float32, N=2 * group, Nk=2, D=16, Dv=8, Sq=20, Sk=40, sinks=True), window=(12, 0))
+
+
+def test_sinks_of_any_stride():
+    q, k, v, _ = inputs(torch.float32, N=4, Nk=2, Sq=20, Sk=20)
+    check(q, k, v, torch.randn(4, 3)[:, 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -263,6 +274,39 @@ def test_state_is_continued_in_place_and_rows_without_keys_keep_it():
     second = kernels.attention_state_forward(q, k, v, runs, later, True, 0.2, -1, -1, 0.0, None, first, tiles=TILES)
     assert second[0] is first[0] and second[1] is first[1]
     assert torch.equal(second[0][:20], kept[0][:20]) and not torch.equal(second[0][20:], kept[0][20:])
+
+
+def test_state_and_buffers_of_any_head_size_and_strides():
+    """Head sizes that kernels pad, and targets that are views: columns between others, rows that lie apart."""
+    N, D, Dv, rows = 3, 20, 33, 40
+    q, k, v = torch.randn(rows, N, D), torch.randn(rows, 1, D), torch.randn(rows, 1, Dv)
+    options = (True, 0.2, -1, -1, 0.0)
+    halves = [torch.tensor([[0, 0, 20, 1]]), torch.tensor([[0, 20, 20, 1]])]
+    runs = torch.tensor([[0, 0, rows, 1]])
+    acc, lse = torch.full((rows, N, Dv, 2), 7.0), torch.full((N, rows, 2), 7.0)
+    first = kernels.attention_state_forward(q, k[:20], v[:20], runs, halves[0], *options, tiles=TILES)
+    acc[..., 0], lse[..., 0] = first
+    state = (acc[..., 0], lse[..., 0])
+    kernels.attention_state_forward(q, k[20:], v[20:], runs, halves[1], *options, None, state, tiles=TILES)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    out, want_lse = reference.attention(*wide, causal=True, scale=0.2, **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, rows], dtype=torch.int32)))  # fmt: skip
+    close(state[0], out, 2e-6)
+    close(state[1], want_lse, 1e-6)
+    assert (acc[..., 1] == 7).all() and (lse[..., 1] == 7).all()
+
+    dout = torch.randn(rows, N, Dv)
+    dlse = torch.ones(1).expand(lse.shape[:2])
+    grads = torch.autograd.grad((out * dout.double()).sum() + want_lse.sum(), wide)
+    delta = kernels.attention_delta(state[0], dout, dlse)
+    buffers = [torch.full((*x.shape, 2), 1.0) for x in (q, k, v)]
+    views = [x[..., 0] for x in buffers]
+    kernels.attention_state_backward(
+        dout, q, k, v, state[1], delta, runs, runs, *options, *views, tiles=TILES
+    )  # fmt: skip
+    for buffer, expected in zip(buffers, grads, strict=True):
+        close(buffer[..., 0], 1 + expected, 2e-6)
+        assert (buffer[..., 1] == 1).all()
 
 
 def test_gradients_that_are_not_wanted_are_not_computed():

@@ -6,10 +6,12 @@
 
 A section is a module device_NAME.py beside this file with
 
-    check(device) -> Iterator[Check]              every feature against float64
+    check(device) -> Iterator[Check]              every feature against float64, what training runs need first
     measure(device, deadline) -> Iterator[str]    lines of markdown; stops early when time.monotonic() passes deadline
 
-and nothing is timed in a section whose checks fail. The tables are meant for docs/benchmarks.md.
+and nothing is timed in a section whose checks fail. Each section has an equal share of the minutes that are left, its
+checks at most three quarters of that: most of their time goes into compiling kernels. A kernel that cannot be compiled
+or launched is a failed check, and the rest is still checked. The tables are meant for docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -48,14 +51,26 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return (difference / size).item() if size > 0 else difference.item()
 
 
-def report_checks(section: str, checks: Iterator[Check]) -> bool:
-    """Print a line a feature, the failures in bold; whether all passed."""
+def guarded(name: str, compute: Callable[[], list[Check]]) -> list[Check]:
+    """compute(), or a check that failed, with its traceback on stderr."""
+    try:
+        return compute()
+    except Exception as error:
+        traceback.print_exc()
+        return [Check(f"{name}: {type(error).__name__}", float("inf"), 0.0)]
+
+
+def report_checks(section: str, checks: Iterator[Check], deadline: float = float("inf")) -> bool:
+    """Print a line a feature, the failures in bold, until `deadline`; whether all passed that were reached."""
     print(f"\n## {section}: results against float64\n\n| feature | error | allowed |\n|---|---|---|")
     all_passed = True
     for check in checks:
         mark = "" if check.passed else "**"
         print(f"| {mark}{check.name}{mark} | {mark}{check.error:.1e}{mark} | {check.allowed:.0e} |", flush=True)
         all_passed &= check.passed
+        if time.monotonic() > deadline:
+            print("\n(out of time: further checks, if any, were not made)", flush=True)
+            break
     return all_passed
 
 
@@ -63,7 +78,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="device.py", description=__doc__.split("\n")[0])
     parser.add_argument("--section", choices=SECTIONS, action="append", help="only this section; may be repeated")
     parser.add_argument("--checks-only", action="store_true", help="compare results, time nothing")
-    parser.add_argument("--minutes", type=float, default=4.0, help="stop measuring after this long (default 4)")
+    parser.add_argument("--minutes", type=float, default=4.0, help="stop after this long (default 4)")
     return parser.parse_args(arguments)
 
 
@@ -86,17 +101,27 @@ def main(arguments: list[str]) -> int:
         return 2
     deadline = time.monotonic() + 60 * options.minutes
     print(f"# {describe_device()}")
-    device, failed = torch.device("cuda"), []
-    for name in options.section or SECTIONS:
+    device, failed, broken = torch.device("cuda"), [], []
+    sections = options.section or SECTIONS
+    for i, name in enumerate(sections):
         section = importlib.import_module(f"device_{name}")
-        if not report_checks(name, section.check(device)):
+        now = time.monotonic()
+        share = max(0.0, deadline - now) / (len(sections) - i)
+        for_checks = share if options.checks_only else 0.75 * share
+        if not report_checks(name, section.check(device), now + for_checks):
             failed.append(name)
         elif not options.checks_only:
-            for line in section.measure(device, deadline):
-                print(line, flush=True)
+            try:
+                for line in section.measure(device, now + share):
+                    print(line, flush=True)
+            except Exception:  # what other sections find out is not lost
+                traceback.print_exc()
+                broken.append(name)
     if failed:
         print(f"\nResults are wrong in {', '.join(failed)}: nothing was timed there.", file=sys.stderr)
-    return 1 if failed else 0
+    if broken:
+        print(f"\nTiming broke off in {', '.join(broken)}.", file=sys.stderr)
+    return 1 if failed or broken else 0
 
 
 if __name__ == "__main__":

@@ -59,6 +59,26 @@ def test_a_wrong_result_is_not_timed(device, monkeypatch, capsys):
     assert "**causal**" in streams.out and "**full**" in streams.out and "nothing was timed" in streams.err
 
 
+def test_a_kernel_that_cannot_run_is_a_failed_check_and_the_rest_is_checked(device, capsys):
+    def explode():
+        raise RuntimeError("out of resource")
+
+    def checks():
+        yield from device.guarded("first", explode)
+        yield from device.guarded("second", lambda: [device.Check("second", 0.0, 1e-5)])
+
+    assert not device.report_checks("some", checks())
+    streams = capsys.readouterr()
+    assert "**first: RuntimeError**" in streams.out and "| second |" in streams.out and "out of resource" in streams.err
+
+
+def test_checks_stop_when_their_time_is_over(device, capsys):
+    checks = (device.Check(name, 0.0, 1e-5) for name in ("first", "second"))
+    assert device.report_checks("some", checks, deadline=-math.inf)
+    printed = capsys.readouterr().out
+    assert "first" in printed and "second" not in printed and "out of time" in printed
+
+
 def test_the_checks_of_moe_pass_on_the_cpu_and_its_tables_are_printed(device, capsys):
     import device_moe
 

@@ -78,6 +78,15 @@ def halves(b_x):
 
 
 @triton.jit
+def quarters(b_x):
+    """The same in four parts, from left to right."""
+    b_left, b_right = halves(b_x)
+    b_0, b_1 = halves(b_left)
+    b_2, b_3 = halves(b_right)
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
 def zero_outside(p_y, p_offsets, E, R, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Write 0 into the rows of y [R, N] (contiguous) before offsets[0] and from offsets[E] on; programs share it."""
     first = row_bound(p_offsets, 0, R)

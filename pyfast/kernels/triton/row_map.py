@@ -31,10 +31,9 @@ def count_kernel(p_experts, p_counts, S, E, CHUNK: tl.constexpr, BINS: tl.conste
     """counts[chunk, e]: slots of expert e in the chunk. Dropped slots fall into bin E < BINS, which is not stored."""
     i_chunk = tl.program_id(0)
     o_s = i_chunk * CHUNK + tl.arange(0, CHUNK)
-    b_expert = tl.load(p_experts + o_s, mask=o_s < S, other=-1).to(tl.int32)
-    tl.device_assert((b_expert >= -1) & (b_expert < E), "an expert id is neither -1 nor below the number of experts")
-    b_expert = tl.where((b_expert >= 0) & (b_expert < E), b_expert, E)
-    b_count = tl.histogram(b_expert, BINS)
+    b_id = tl.load(p_experts + o_s, mask=o_s < S, other=-1)  # compared before it is made 32 bits: 2^32 is not 0
+    tl.device_assert((b_id >= -1) & (b_id < E), "an expert id is neither -1 nor below the number of experts")
+    b_count = tl.histogram(tl.where((b_id >= 0) & (b_id < E), b_id, E).to(tl.int32), BINS)
     o_e = tl.arange(0, BINS)
     tl.store(p_counts + i_chunk.to(tl.int64) * E + o_e, b_count, mask=o_e < E)
 
@@ -72,8 +71,9 @@ def place_kernel(
     o_first = i_chunk * CHUNK
     o_s = o_first + tl.arange(0, CHUNK)
     m_s = o_s < S
-    b_expert = tl.load(p_experts + o_s, mask=m_s, other=-1).to(tl.int32)
-    m_kept = (b_expert >= 0) & (b_expert < E)
+    b_id = tl.load(p_experts + o_s, mask=m_s, other=-1)
+    m_kept = (b_id >= 0) & (b_id < E)
+    b_expert = b_id.to(tl.int32)
     b_rank = tl.zeros([CHUNK], tl.int32)
     for i_j in tl.range(0, CHUNK, COMPARED):
         o_j = o_first + i_j + tl.arange(0, COMPARED)

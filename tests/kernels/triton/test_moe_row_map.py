@@ -51,9 +51,9 @@ def test_a_chunk_is_sorted_behind_the_chunks_before_it_whatever_order_they_run_i
             assert all(torch.equal(a, b) for a, b in zip(backend_row_map.row_map(experts, 5), expected, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [5, -2])
+@pytest.mark.parametrize("wrong", [5, -2, 2**32 + 1])
 def test_an_id_that_does_not_exist_fails_a_device_assertion(wrong):
-    experts = random_experts(40, 2, 5)
+    experts = random_experts(40, 2, 5).long()
     experts[17, 1] = wrong
     with pytest.raises(Exception, match="expert id"):
         backend_row_map.row_map(experts, 5)

@@ -94,11 +94,11 @@ void rms_norm_backward(int dtype, Address dy, Address x, Address weight, Address
 
 void gemm(int a_dtype, Address a, int64_t a_row_stride, int64_t a_col_stride, int b_dtype, Address b,
           int64_t b_row_stride, int64_t b_col_stride, int out_dtype, Address out, int64_t out_row_stride, int64_t m,
-          int64_t n, int64_t k, double scale, bool accumulate, int threads) {
+          int64_t n, int64_t k, double scale, bool accumulate, bool round_factors, int threads) {
   py::gil_scoped_release release;
   kernels().gemm({DType(a_dtype), DType(b_dtype), DType(out_dtype), at<void>(a), a_row_stride, a_col_stride,
                    at<void>(b), b_row_stride, b_col_stride, at<void>(out), out_row_stride, m, n, k, scale, accumulate,
-                   threads});
+                   round_factors, threads});
 }
 
 double fma_peak(double seconds) {

@@ -73,6 +73,8 @@ void moe_mlp_forward(const py::tuple& s, const py::tuple& x, Address y, Address 
   kernels().moe_mlp_forward(arguments);
 }
 
+bool moe_mlp_rows_are_bf16(const py::tuple& s) { return kernels().moe_mlp_rows_are_bf16(shape(s)); }
+
 int64_t moe_mlp_backward_rows(const py::tuple& s) { return kernels().moe_mlp_backward_rows(shape(s)); }
 
 void moe_mlp_backward(const py::tuple& s, const py::tuple& x, const py::tuple& dy, Address pre, Address dx,
@@ -94,6 +96,7 @@ void bind_moe(py::module_& m) {
   m.def("grouped_weight_gradient", &grouped_weight_gradient);
   m.def("grouped_bias_gradient", &grouped_bias_gradient);
   m.def("moe_mlp_forward", &moe_mlp_forward);
+  m.def("moe_mlp_rows_are_bf16", &moe_mlp_rows_are_bf16);
   m.def("moe_mlp_backward_rows", &moe_mlp_backward_rows);
   m.def("moe_mlp_backward", &moe_mlp_backward);
 }

@@ -46,7 +46,8 @@ struct RmsNormBackward {
 };
 
 // out [m, n] (+)= scale * A [m, k] B [k, n]; element (i, j) of A at a[i * a_row_stride + j * a_col_stride]. All f64, or any
-// mix of f32, bf16, f16: then sums are float, rounded once. Columns of out are contiguous.
+// mix of f32, bf16, f16: then sums are float, rounded once. Columns of out are contiguous. With `round_factors` a f32 factor
+// of a bf16 one may be rounded to bf16, where that is faster.
 struct Gemm {
   DType a_dtype, b_dtype, out_dtype;
   const void* a;
@@ -57,7 +58,7 @@ struct Gemm {
   int64_t out_row_stride;
   int64_t m, n, k;
   double scale;
-  bool accumulate;
+  bool accumulate, round_factors;
   int threads;
 };
 
@@ -248,6 +249,7 @@ struct Kernels {
   void (*grouped_weight_gradient)(const GroupedWeightGradient&);
   void (*grouped_bias_gradient)(const GroupedBiasGradient&);
   void (*moe_mlp_forward)(const MoeMlpForward&);
+  bool (*moe_mlp_rows_are_bf16)(const MoeMlpShape&);
   int64_t (*moe_mlp_backward_rows)(const MoeMlpShape&);
   void (*moe_mlp_backward)(const MoeMlpBackward&);
 };

@@ -85,7 +85,7 @@ struct MoeMlpForward {
 };
 
 // pre null: computed again. dx [T, H] and dweights [T, K] contiguous; may be null. dh [rows, 2F] and activation [rows, F]
-// (the latter times the router's weight), float32 (float64 for f64): with `keep_rows` of all R rows, for
+// (the latter times the router's weight), float32 (float64 for f64, bfloat16 if moe_mlp_rows_are_bf16()): with `keep_rows` of all R rows, for
 // grouped_weight_gradient; else workspace of moe_mlp_backward_rows() rows, and the gradients of the weights are computed
 // here (data null: not wanted). dx_rows [R, H]: workspace like those, null without dx.
 struct MoeMlpBackward {

@@ -53,21 +53,6 @@ void pack_columns(const T* source, int64_t row_stride, int64_t rows, int64_t wid
 }
 
 #if defined(__AVX512F__)
-// Halves of pairs (16 bf16 each) to pairs.
-PF_INLINE __m512i pairs_of(__m256i first, __m256i second) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
-}
-
-PF_INLINE __m256i rounded(vec_t<float> value) {
-  __m256i result;
-  asm("vcvtneps2bf16 %1, %0" : "=v"(result) : "v"(value));
-  return result;
-}
-
-PF_INLINE vec_t<float> widened(__m256i values) {
-  return vec_t<float>(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16)));
-}
-
 // Two rows of padded (a multiple of 16) values as one row of pairs.
 PF_INLINE void pair_rows(const bf16* first, const bf16* second, int64_t padded, bf16_pair* out) {
   for (int64_t j = 0; j < padded; j += 16)

@@ -8,7 +8,7 @@
 //   columns   keys [row][col] stored as groups of kRows columns, [group][kKeyBlock][kRows]: read along rows or columns
 //             with constant strides, so one copy of K serves S = Q K^T and dQ = dS K
 #pragma once
-#include "simd.h"
+#include "bf16_pair.h"
 
 namespace pyfast {
 
@@ -25,35 +25,6 @@ constexpr int kLanes = kVectors * Vec<C>::size;
 constexpr int64_t kKeyBlock = 256;
 
 constexpr int64_t ceil_to(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-// What the operands of a product are made of: E, either C itself, or pairs of bf16 (AVX512-BF16: one instruction adds the
-// two products of two pairs to a float, twice the rate of fmas). A depth in pairs is half as deep; all else is alike.
-struct bf16_pair {
-  uint32_t bits;  // the lower half comes first
-};
-
-template <class C, class E>
-constexpr int kValues = std::is_same_v<E, bf16_pair> ? 2 : 1;  // of C that an E stands for
-
-// Overloads, not templates: bf16_pair has no vector type of its own.
-PF_INLINE vec_t<float> operands(const float* p) { return load(p); }
-PF_INLINE vec_t<double> operands(const double* p) { return load(p); }
-PF_INLINE vec_t<float> repeated(const float* p) { return broadcast<float>(*p); }
-PF_INLINE vec_t<double> repeated(const double* p) { return broadcast<double>(*p); }
-template <class C>
-PF_INLINE void add_products(vec_t<C>& sum, const vec_t<C>& a, const vec_t<C>& b) {
-  sum += a * b;
-}
-
-#if defined(__AVX512F__)
-PF_INLINE __m512i operands(const bf16_pair* p) { return _mm512_loadu_si512(p); }
-PF_INLINE __m512i repeated(const bf16_pair* p) { return _mm512_set1_epi32(int(p->bits)); }
-template <class C>
-PF_INLINE void add_products(vec_t<float>& sum, const __m512i& a, const __m512i& b) {
-  // As assembly: the rest of the library must run without AVX512-BF16, and is compiled so.
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(a));
-}
-#endif
 
 // A factor of a product that is the sum of `parts` operands, `step` apart: its products are added up part by part.
 struct Split {

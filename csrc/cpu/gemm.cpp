@@ -8,7 +8,7 @@ namespace pyfast {
 void gemm(const Gemm& g) {
   gemm_blocked({{g.a_dtype, g.a, g.a_row_stride, g.a_col_stride},
                 {g.b_dtype, g.b, g.b_row_stride, g.b_col_stride},
-                g.out_dtype, g.out, g.out_row_stride, g.m, g.n, g.k, g.scale, g.accumulate},
+                g.out_dtype, g.out, g.out_row_stride, g.m, g.n, g.k, g.scale, g.accumulate, g.round_factors},
                g.threads);
 }
 

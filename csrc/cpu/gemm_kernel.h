@@ -8,8 +8,9 @@
 //   B: panels of NR columns, packed[panel][k][NR]      NR = Tile<C>::cols, a few vectors
 //
 // with zeros where a panel sticks out of the matrix. Packing takes any strides (so transposes are free) and any storage
-// dtype (bf16 and f16 widen on the way); a packed operand can be used any number of times. The micro-kernel keeps one
-// MR x NR tile of C in registers over the whole depth. (Goto and van de Geijn 2008; BLIS, Van Zee and van de Geijn 2015)
+// dtype: bf16 and f16 widen on the way, or bf16 stays in pairs (bf16_pair.h; E is then not C, and k counts pairs). A packed
+// operand can be used any number of times. The micro-kernel keeps one MR x NR tile of C in registers over the whole depth.
+// (Goto and van de Geijn 2008; BLIS, Van Zee and van de Geijn 2015)
 //
 //   pack_a / pack_b / pack_a_rows   one operand -> panels
 //   micro_kernel<C, ROWS>           one full tile
@@ -22,10 +23,8 @@
 #pragma once
 #include <algorithm>
 
-#include "simd.h"
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "gemm_pack_pairs.h"
+#include "transpose.h"
 
 namespace pyfast {
 
@@ -62,28 +61,6 @@ constexpr int64_t packed_b_size(int64_t cols, int64_t depth) {
 // ---- packing --------------------------------------------------------------------------------------------------------
 
 namespace detail {
-
-// out[k * W + lane] = in[lane * in_stride + k] for 4 lanes and 4 values of k.
-template <int W>
-PF_INLINE void transpose4(const float* in, int64_t in_stride, float* out) {
-#if defined(__SSE2__)
-  __m128 r0 = _mm_loadu_ps(in), r1 = _mm_loadu_ps(in + in_stride);
-  __m128 r2 = _mm_loadu_ps(in + 2 * in_stride), r3 = _mm_loadu_ps(in + 3 * in_stride);
-  _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
-  _mm_storeu_ps(out, r0);
-  _mm_storeu_ps(out + W, r1);
-  _mm_storeu_ps(out + 2 * W, r2);
-  _mm_storeu_ps(out + 3 * W, r3);
-#else
-  for (int k = 0; k < 4; ++k)
-    for (int lane = 0; lane < 4; ++lane) out[k * W + lane] = in[lane * in_stride + k];
-#endif
-}
-template <int W>
-PF_INLINE void transpose4(const double* in, int64_t in_stride, double* out) {
-  for (int k = 0; k < 4; ++k)
-    for (int lane = 0; lane < 4; ++lane) out[k * W + lane] = in[lane * in_stride + k];
-}
 
 // One panel whose lanes lie apart and whose depth is contiguous (A as stored, B transposed). lane(i) -> const T*.
 // `kChunk` values of each lane are widened into a small square first: then one transposition serves every dtype.
@@ -132,17 +109,21 @@ void pack_wide_panel(const T* in, int64_t depth_stride, int lanes, int64_t depth
 // `lanes` x `depth` values into panels of W lanes.
 template <int W, class C, class T>
 void pack(const T* in, int64_t lane_stride, int64_t depth_stride, int64_t lanes, int64_t depth, C* out) {
-  for (int64_t first = 0; first < lanes; first += W, out += W * depth) {
-    const T* panel = in + first * lane_stride;
-    const int count = int(std::min<int64_t>(W, lanes - first));
-    if (depth_stride == 1) {
-      pack_deep_panel<W, C, T>([&](int i) { return panel + i * lane_stride; }, count, depth, out);
-    } else if (lane_stride == 1) {
-      pack_wide_panel<W, C, T>(panel, depth_stride, count, depth, out);
-    } else {
-      for (int64_t k = 0; k < depth; ++k)
-        for (int i = 0; i < W; ++i)
-          out[k * W + i] = i < count ? C(widen(panel[i * lane_stride + k * depth_stride])) : C(0);
+  if constexpr (std::is_same_v<C, bf16_pair>) {
+    pack_pairs<W, T>(in, lane_stride, depth_stride, lanes, depth, out);
+  } else {
+    for (int64_t first = 0; first < lanes; first += W, out += W * depth) {
+      const T* panel = in + first * lane_stride;
+      const int count = int(std::min<int64_t>(W, lanes - first));
+      if (depth_stride == 1) {
+        pack_deep_panel<W, C, T>([&](int i) { return panel + i * lane_stride; }, count, depth, out);
+      } else if (lane_stride == 1) {
+        pack_wide_panel<W, C, T>(panel, depth_stride, count, depth, out);
+      } else {
+        for (int64_t k = 0; k < depth; ++k)
+          for (int i = 0; i < W; ++i)
+            out[k * W + i] = i < count ? C(widen(panel[i * lane_stride + k * depth_stride])) : C(0);
+      }
     }
   }
 }
@@ -150,15 +131,15 @@ void pack(const T* in, int64_t lane_stride, int64_t depth_stride, int64_t lanes,
 }  // namespace detail
 
 // A [rows, depth] at a[i * row_stride + k * depth_stride]; out has packed_a_size<C>(rows, depth) elements.
-template <class C, class T>
-void pack_a(const T* a, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth, C* out) {
-  detail::pack<Tile<C>::rows, C, T>(a, row_stride, depth_stride, rows, depth, out);
+template <class E, class T>
+void pack_a(const T* a, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth, E* out) {
+  detail::pack<Tile<sum_t<E>>::rows, E, T>(a, row_stride, depth_stride, rows, depth, out);
 }
 
 // B [depth, cols] at b[k * depth_stride + j * col_stride]; out has packed_b_size<C>(cols, depth) elements.
-template <class C, class T>
-void pack_b(const T* b, int64_t depth_stride, int64_t col_stride, int64_t depth, int64_t cols, C* out) {
-  detail::pack<Tile<C>::cols, C, T>(b, col_stride, depth_stride, cols, depth, out);
+template <class E, class T>
+void pack_b(const T* b, int64_t depth_stride, int64_t col_stride, int64_t depth, int64_t cols, E* out) {
+  detail::pack<Tile<sum_t<E>>::cols, E, T>(b, col_stride, depth_stride, cols, depth, out);
 }
 
 // A whose rows lie anywhere, each contiguous: row(i) -> const T*. A gather costs nothing on top of packing.
@@ -173,8 +154,8 @@ void pack_a_rows(Row&& row, int64_t rows, int64_t depth, C* out) {
 // ---- the micro-kernel -----------------------------------------------------------------------------------------------
 
 // c [ROWS, NR] = (accumulate ? c : 0) + scale * a b for one panel of A (its first ROWS rows) and one of B.
-template <class C, int ROWS>
-void micro_kernel(int64_t depth, const C* __restrict a, const C* __restrict b, C* __restrict c, int64_t c_stride,
+template <class C, int ROWS, class E>
+void micro_kernel(int64_t depth, const E* __restrict a, const E* __restrict b, C* __restrict c, int64_t c_stride,
                   C scale, bool accumulate) {
   constexpr int MR = Tile<C>::rows, NV = Tile<C>::vectors, L = Vec<C>::size;
   // Not unrolled, or the addresses of all rows would take up vector registers through the loop over k.
@@ -186,14 +167,14 @@ void micro_kernel(int64_t depth, const C* __restrict a, const C* __restrict b, C
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) sum[r][v] = zero<C>();
   for (int64_t k = 0; k < depth; ++k, a += MR, b += NV * L) {
-    vec_t<C> bv[NV];
+    decltype(operands(b)) bv[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) bv[v] = load(b + v * L);
+    for (int v = 0; v < NV; ++v) bv[v] = operands(b + v * L);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const vec_t<C> av = broadcast<C>(a[r]);
+      const auto av = repeated(a + r);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) sum[r][v] += av * bv[v];
+      for (int v = 0; v < NV; ++v) add_products<C>(sum[r][v], av, bv[v]);
     }
   }
 #pragma GCC unroll 16
@@ -204,8 +185,8 @@ void micro_kernel(int64_t depth, const C* __restrict a, const C* __restrict b, C
 }
 
 // The smallest micro-kernel that covers `rows` rows (all of MR, two thirds or one third of it).
-template <class C>
-PF_INLINE void micro_kernel_for(int64_t rows, int64_t depth, const C* a, const C* b, C* c, int64_t c_stride, C scale,
+template <class C, class E>
+PF_INLINE void micro_kernel_for(int64_t rows, int64_t depth, const E* a, const E* b, C* c, int64_t c_stride, C scale,
                                 bool accumulate) {
   constexpr int MR = Tile<C>::rows, two = MR * 2 / 3, one = MR / 3;
   if (rows > two)
@@ -217,8 +198,8 @@ PF_INLINE void micro_kernel_for(int64_t rows, int64_t depth, const C* a, const C
 }
 
 // A tile at the border of C: rows <= MR, cols <= NR; nothing outside is read or written.
-template <class C>
-void edge_tile(int64_t rows, int64_t cols, int64_t depth, const C* a, const C* b, C* c, int64_t c_stride, C scale,
+template <class C, class E>
+void edge_tile(int64_t rows, int64_t cols, int64_t depth, const E* a, const E* b, C* c, int64_t c_stride, C scale,
                bool accumulate) {
   constexpr int MR = Tile<C>::rows, NR = Tile<C>::cols;
   alignas(64) C tile[MR * NR];
@@ -234,13 +215,13 @@ void edge_tile(int64_t rows, int64_t cols, int64_t depth, const C* a, const C* b
 
 // C [rows, cols] (+)= scale * A B for packed A [rows, depth] and packed B [depth, cols]. A panel of B stays in L1 while
 // the panels of A pass by: keep the block of A (rows x depth) within L2.
-template <class C>
-void multiply_panels(int64_t rows, int64_t cols, int64_t depth, const C* a, const C* b, C* c, int64_t c_stride,
+template <class C, class E>
+void multiply_panels(int64_t rows, int64_t cols, int64_t depth, const E* a, const E* b, C* c, int64_t c_stride,
                      C scale = C(1), bool accumulate = false) {
   constexpr int MR = Tile<C>::rows, NR = Tile<C>::cols;
   for (int64_t j = 0; j < cols; j += NR)
     for (int64_t i = 0; i < rows; i += MR) {
-      const C *a_panel = a + i * depth, *b_panel = b + j * depth;
+      const E *a_panel = a + i * depth, *b_panel = b + j * depth;
       C* tile = c + i * c_stride + j;
       if (i + MR <= rows && j + NR <= cols)
         micro_kernel<C, MR>(depth, a_panel, b_panel, tile, c_stride, scale, accumulate);

@@ -8,11 +8,12 @@ namespace {
 constexpr int64_t kBlockRows = 128;
 
 // Weight rows [first, first + slab) times the rows of a block.
-template <class C, class T>
+template <class E, class T>
 void forward_block(const GroupedGemm& g, const RowBlock& rows, int64_t first, int64_t slab) {
+  using C = sum_t<E>;
   static thread_local Scratch lane_memory, sum_memory, row_memory;
   const LaneBlock<C> block{rows.rows};
-  C* lanes = lane_memory.get<C>(block.lanes() * g.in);
+  E* lanes = lane_memory.get<E>(block.lanes() * steps_of<E>(g.in));
   const Matrix w = matrix_of(g.w, rows.expert);
   const int64_t group = group_rows<C>(w);
   C* sums = sum_memory.get<C>(block.lanes() * group);
@@ -45,9 +46,9 @@ void forward_block(const GroupedGemm& g, const RowBlock& rows, int64_t first, in
   }
 }
 
-template <class T>
+template <class T, class E>
 void forward(const GroupedGemm& g) {
-  using C = compute_t<T>;
+  using C = sum_t<E>;
   if (g.out == 0 || g.rows == 0) return;
   const ExpertOffsets& groups = g.groups;
   const int64_t begin = groups.offsets[0], end = groups.offsets[groups.experts];
@@ -61,7 +62,7 @@ void forward(const GroupedGemm& g) {
   const int64_t slab = round_up((g.out + wanted - 1) / wanted, kGroup<C>), slabs = (g.out + slab - 1) / slab;
   parallel_tasks(count * slabs, g.threads, [&](int64_t task, int) {
     const int64_t first = task % slabs * slab;
-    forward_block<C, T>(g, blocks[task / slabs], first, std::min(slab, g.out - first));
+    forward_block<E, T>(g, blocks[task / slabs], first, std::min(slab, g.out - first));
   });
 }
 
@@ -84,7 +85,13 @@ void bias_gradient(const GroupedBiasGradient& g) {
 }  // namespace
 
 void grouped_gemm(const GroupedGemm& g) {
-  with_dtype(g.x.dtype, [&](auto* tag) { forward<std::decay_t<decltype(*tag)>>(g); });
+#if defined(__AVX512F__)
+  if (bfloat16_dot() && g.x.dtype == DType::bf16 && g.w.dtype == DType::bf16) return forward<bf16, bf16_pair>(g);
+#endif
+  with_dtype(g.x.dtype, [&](auto* tag) {
+    using T = std::decay_t<decltype(*tag)>;
+    forward<T, compute_t<T>>(g);
+  });
 }
 
 void grouped_weight_gradient(const GroupedWeightGradient& g) {

@@ -71,6 +71,31 @@ PF_INLINE void store_kept(e6m9* target, vec_t<float> value) {
 #endif
 }
 
+// Whether products are of bf16 pairs; the activation and the gradients by the pre-activation are then rounded to bf16 for
+// the next product, in pairs of neighbours in F.
+inline bool rows_are_bf16(const MoeMlpShape& s) { return bfloat16_dot() && s.dtype == DType::bf16 && s.ffn % 2 == 0; }
+
+// body(T*, E*): the dtype, and what the operands of products are made of (bf16_pair.h).
+template <class Body>
+PF_INLINE void with_operands(const MoeMlpShape& s, Body&& body) {
+#if defined(__AVX512F__)
+  if (rows_are_bf16(s)) return body(static_cast<bf16*>(nullptr), static_cast<bf16_pair*>(nullptr));
+#endif
+  with_dtype(s.dtype, [&](auto* tag) {
+    using T = std::decay_t<decltype(*tag)>;
+    body(tag, static_cast<compute_t<T>*>(nullptr));
+  });
+}
+
+// The operands of row(s) of a panel: one vector of C, or of pairs two.
+PF_INLINE void store_operands(float* place, const vec_t<float> (&rows)[1]) { store(place, rows[0]); }
+PF_INLINE void store_operands(double* place, const vec_t<double> (&rows)[1]) { store(place, rows[0]); }
+#if defined(__AVX512F__)
+PF_INLINE void store_operands(bf16_pair* place, const vec_t<float> (&rows)[2]) {
+  _mm512_storeu_si512(place, pairs_of(rounded(rows[0]), rounded(rows[1])));
+}
+#endif
+
 // s = 1 / (1 + e^-gate), and silu(gate) = gate s.
 template <class C>
 PF_INLINE vec_t<C> sigmoid(vec_t<C> gate) {

@@ -11,7 +11,10 @@
 // layouts and dtypes are packed. Of weights whose columns are contiguous (a transpose) kColumns are packed at a time, as
 // runs that are long enough for the processor to read ahead.
 //
-// An element of a product is one chain of fmas over depth in blocks of kLaneDepth (kColumnDepth): its bits depend neither
+// bfloat16 weights and rows stay so where the processor multiplies pairs of them (bf16_pair.h): E is what operands are
+// made of, C what sums are kept in, and the depth of a panel is counted in steps, of E.
+//
+// An element of a product is one chain of fmas over depth in blocks of kLaneDepth (kColumnDepth) steps: its bits depend neither
 // on the rows beside it nor on how rows are cut into blocks, panels and tasks.
 #pragma once
 #include <vector>
@@ -57,10 +60,10 @@ constexpr int64_t kAheadSteps = 8;
 
 // c [ROWS, NV L] = (accumulate ? c : 0) + a b. b [depth][NV L]. a: element (r, k) at a[r * a_stride + k], or, PACKED, in
 // a panel of gemm_kernel.h, a[k * MR + r].
-template <class C, int ROWS, int NV, bool PACKED>
-void lane_kernel(int64_t depth, const C* __restrict a, int64_t a_stride, const C* __restrict b, C* __restrict c,
+template <class C, int ROWS, int NV, bool PACKED, class E>
+void lane_kernel(int64_t depth, const E* __restrict a, int64_t a_stride, const E* __restrict b, C* __restrict c,
                  int64_t c_stride, bool accumulate, Ahead ahead) {
-  constexpr int MR = Tile<C>::rows, L = Vec<C>::size;
+  constexpr int L = Vec<C>::size;
 #pragma GCC unroll 1
   for (int r = 0; r < ROWS; ++r) {
     __builtin_prefetch(c + r * c_stride, 1);
@@ -73,32 +76,45 @@ void lane_kernel(int64_t depth, const C* __restrict a, int64_t a_stride, const C
     for (int v = 0; v < NV; ++v) sum[r][v] = zero<C>();
   // Three rows a pointer: base, + stride, + 2 stride are all addresses that one instruction can form.
   constexpr int kPointers = (ROWS + 2) / 3;
-  const C* base[kPointers];
+  const E* base[kPointers];
 #pragma GCC unroll 4
   for (int g = 0; g < kPointers; ++g) base[g] = PACKED ? a : a + 3 * g * a_stride;
-  for (int64_t k = 0; k < depth;) {
-    if constexpr (PACKED) {
-      __builtin_prefetch(ahead.next, 0, 2);
-      __builtin_prefetch(ahead.next + 64, 0, 2);
-      __builtin_prefetch(ahead.next + 128, 0, 2);
-      ahead.next += ahead.step;
-    }
-    for (const int64_t end = std::min(depth, k + kAheadSteps); k < end; ++k, b += NV * L) {
-      vec_t<C> bv[NV];
+  auto step = [&]() __attribute__((always_inline)) {
+    decltype(operands(b)) bv[NV];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) bv[v] = load(b + v * L);
+    for (int v = 0; v < NV; ++v) bv[v] = operands(b + v * L);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) {
-        const vec_t<C> av = broadcast<C>(PACKED ? a[r] : base[r / 3][(r % 3) * a_stride]);
+    for (int r = 0; r < ROWS; ++r) {
+      const auto av = repeated(PACKED ? a + r : base[r / 3] + (r % 3) * a_stride);
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) sum[r][v] += av * bv[v];
-      }
+      for (int v = 0; v < NV; ++v) add_products<C>(sum[r][v], av, bv[v]);
+    }
+    b += NV * L;
+    if constexpr (PACKED) {
+      a += Tile<C>::rows;
+    } else {
+#pragma GCC unroll 4
+      for (int g = 0; g < kPointers; ++g) ++base[g];
+    }
+  };
+  if constexpr (std::is_same_v<E, bf16_pair>) {  // one loop: in two, GCC keeps the sums of assembly in memory
+    const int64_t ahead_step = ahead.step / kAheadSteps;
+    for (int64_t k = 0; k < depth; ++k) {
       if constexpr (PACKED) {
-        a += MR;
-      } else {
-#pragma GCC unroll 4
-        for (int g = 0; g < kPointers; ++g) ++base[g];
+        __builtin_prefetch(ahead.next, 0, 2);
+        ahead.next += ahead_step;
       }
+      step();
+    }
+  } else {
+    for (int64_t k = 0; k < depth;) {
+      if constexpr (PACKED) {
+        __builtin_prefetch(ahead.next, 0, 2);
+        __builtin_prefetch(ahead.next + 64, 0, 2);
+        __builtin_prefetch(ahead.next + 128, 0, 2);
+        ahead.next += ahead.step;
+      }
+      for (const int64_t end = std::min(depth, k + kAheadSteps); k < end; ++k) step();
     }
   }
 #pragma GCC unroll 16
@@ -108,9 +124,9 @@ void lane_kernel(int64_t depth, const C* __restrict a, int64_t a_stride, const C
 }
 
 // A tile of weight rows as lane_kernel reads it.
-template <class C>
+template <class E>
 struct TileA {
-  const C* data;
+  const E* data;
   int64_t stride;
   bool packed;
 };
@@ -122,8 +138,8 @@ constexpr bool is_whole_tile(int64_t rows) {
   return rows == MR || rows == MR * 2 / 3 || rows == MR / 3;
 }
 
-template <class C, int NV, bool PACKED>
-PF_INLINE void lane_kernel_for(int64_t rows, int64_t depth, const C* a, int64_t a_stride, const C* b, C* c,
+template <class C, int NV, bool PACKED, class E>
+PF_INLINE void lane_kernel_for(int64_t rows, int64_t depth, const E* a, int64_t a_stride, const E* b, C* c,
                                int64_t c_stride, bool accumulate, Ahead ahead) {
   constexpr int MR = Tile<C>::rows, two = MR * 2 / 3, one = MR / 3;
   if (rows > two)
@@ -135,8 +151,8 @@ PF_INLINE void lane_kernel_for(int64_t rows, int64_t depth, const C* a, int64_t 
 }
 
 // `rows` <= MR rows (computed in thirds of MR) times a panel of `width` lanes.
-template <class C>
-PF_INLINE void multiply_tile(int64_t rows, int64_t depth, const TileA<C>& a, int64_t width, const C* b, C* c,
+template <class C, class E>
+PF_INLINE void multiply_tile(int64_t rows, int64_t depth, const TileA<E>& a, int64_t width, const E* b, C* c,
                              int64_t c_stride, bool accumulate, Ahead ahead) {
   if (width == LaneBlock<C>::kWide) {
     if (a.packed)
@@ -182,35 +198,69 @@ void pack_columns(Row&& row, int64_t lanes, int64_t depth, C* out, int64_t tile_
     for (int64_t t = whole; t < tiles; ++t) std::memcpy(out + t * tile_stride, run + t * MR, MR * sizeof(C));
   }
 }
+#if defined(__AVX512F__)
+template <class E, class T, class Row>
+void pack_columns(Row&& row, int64_t lanes, int64_t depth, bf16_pair* out, int64_t tile_stride) {
+  pack_wide_pairs<Tile<float>::rows, T>(row, lanes, depth, out, tile_stride);
+}
+#endif
 
 }  // namespace detail
 
 inline int64_t item_size(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 
+namespace detail {
+
+// A row of weights as operands.
+template <class C, class T>
+PF_INLINE void operand_row(const T* in, int64_t depth, C* out) {
+  widen_run(in, depth, out);
+}
+#if defined(__AVX512F__)
+template <class E, class T>
+PF_INLINE void operand_row(const T* in, int64_t depth, bf16_pair* out) {
+  for (int64_t k = 0; k < depth; k += 32, out += 16) {
+    const int64_t count = depth - k;
+    const __m256i low = halves_upto(in + k, count), high = halves_upto(in + k + (count > 16 ? 16 : 0), count - 16);
+    const __m512i pairs = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    _mm512_mask_storeu_epi32(out, count > 30 ? __mmask16(0xffff) : __mmask16((1u << ((count + 1) / 2)) - 1), pairs);
+  }
+}
+#endif
+
+// Whether `rows` rows of contiguous weights can be read where they lie.
+template <class E, class T>
+bool lies_ready(const Matrix& w, int64_t rows, int64_t depth) {
+  if (!is_whole_tile<sum_t<E>>(rows)) return false;
+  if (std::is_same_v<E, bf16_pair>) return std::is_same_v<T, bf16> && w.row_stride % 2 == 0 && depth % 2 == 0;
+  return std::is_same_v<T, E>;
+}
+
+}  // namespace detail
+
 // Rows [first, first + rows) of w, depth [p, p + depth), as tiles[0 ...]; `scratch` holds kGroup x kLaneDepth elements.
-template <class C>
-void weight_tiles(const Matrix& w, int64_t first, int64_t rows, int64_t p, int64_t depth, C* scratch, TileA<C>* tiles) {
-  constexpr int64_t MR = Tile<C>::rows;
-  with_matrix<C>(w, first, p, [&](auto* source) {
+template <class E>
+void weight_tiles(const Matrix& w, int64_t first, int64_t rows, int64_t p, int64_t depth, E* scratch, TileA<E>* tiles) {
+  constexpr int64_t MR = Tile<sum_t<E>>::rows, N = kValues<sum_t<E>, E>;
+  const int64_t steps = steps_of<E>(depth);
+  with_matrix<E>(w, first, p, [&](auto* source) {
     using T = std::decay_t<decltype(*source)>;
-    for (int64_t t = 0, i = 0; i < rows; ++t, i += MR, scratch += MR * depth) {
+    for (int64_t t = 0, i = 0; i < rows; ++t, i += MR, scratch += MR * steps) {
       const int64_t count = std::min(MR, rows - i);
       if (w.col_stride == 1) {
-        if constexpr (std::is_same_v<T, C>) {
-          if (is_whole_tile<C>(count)) {
-            tiles[t] = {source + i * w.row_stride, w.row_stride, false};
-            continue;
-          }
+        if (detail::lies_ready<E, T>(w, count, depth)) {
+          tiles[t] = {reinterpret_cast<const E*>(source + i * w.row_stride), w.row_stride / N, false};
+          continue;
         }
         for (int64_t r = 0; r < MR; ++r) {
           if (r < count)
-            detail::widen_run(source + (i + r) * w.row_stride, depth, scratch + r * depth);
+            detail::operand_row<E>(source + (i + r) * w.row_stride, depth, scratch + r * steps);
           else
-            std::fill_n(scratch + r * depth, depth, C(0));
+            std::fill_n(scratch + r * steps, steps, E{});
         }
-        tiles[t] = {scratch, depth, false};
+        tiles[t] = {scratch, steps, false};
       } else {
-        pack_a<C>(source + i * w.row_stride, w.row_stride, w.col_stride, count, depth, scratch);
+        pack_a<E>(source + i * w.row_stride, w.row_stride, w.col_stride, count, depth, scratch);
         tiles[t] = {scratch, MR, true};
       }
     }
@@ -228,42 +278,44 @@ struct LaneSums {
 namespace detail {
 
 // multiply_lanes for weights whose rows, or nothing, are contiguous.
-template <class C>
-void multiply_rows_of(const Matrix& w, int64_t first, int64_t rows, int64_t depth, const LaneBlock<C>& block, const C* b,
+template <class C, class E>
+void multiply_rows_of(const Matrix& w, int64_t first, int64_t rows, int64_t depth, const LaneBlock<C>& block, const E* b,
                       const LaneSums<C>& sums) {
   static thread_local Scratch memory;
-  constexpr int64_t MR = Tile<C>::rows;
-  C* scratch = memory.get<C>(kGroup<C> * kLaneDepth);
-  TileA<C> tiles[4];
-  for (int64_t p = 0; p < depth; p += kLaneDepth) {
-    const int64_t kc = std::min(kLaneDepth, depth - p);
-    weight_tiles<C>(w, first, rows, p, kc, scratch, tiles);
+  constexpr int64_t MR = Tile<C>::rows, N = kValues<C, E>;
+  const int64_t all_steps = steps_of<E>(depth);
+  E* scratch = memory.get<E>(kGroup<C> * kLaneDepth);
+  TileA<E> tiles[4];
+  for (int64_t p = 0; p < all_steps; p += kLaneDepth) {
+    const int64_t steps = std::min(kLaneDepth, all_steps - p);
+    weight_tiles<E>(w, first, rows, p * N, std::min(steps * N, depth - p * N), scratch, tiles);
     for (int64_t t = 0; t * MR < rows; ++t)
       for (int64_t panel = 0; panel < block.panels(); ++panel) {
         const int64_t width = block.width(panel), start = panel * block.kWide;
-        multiply_tile<C>(std::min(MR, rows - t * MR), kc, tiles[t], width, b + start * depth + p * width,
+        multiply_tile<C>(std::min(MR, rows - t * MR), steps, tiles[t], width, b + start * all_steps + p * width,
                          sums.at(start, width, t * MR), width, p > 0, {reinterpret_cast<const char*>(b), 0});
       }
   }
 }
 
 // multiply_lanes for weights whose columns are contiguous: the next block of them is asked for while one is computed.
-template <class C>
+template <class C, class E>
 void multiply_columns_of(const Matrix& w, int64_t w_rows, int64_t first, int64_t rows, int64_t depth,
-                         const LaneBlock<C>& block, const C* b, const LaneSums<C>& sums) {
+                         const LaneBlock<C>& block, const E* b, const LaneSums<C>& sums) {
   static thread_local Scratch memory;
-  constexpr int64_t MR = Tile<C>::rows, kTile = kColumnDepth * MR + 64 / sizeof(C);  // no power of two apart
-  C* tiles = memory.get<C>(kColumns<C> / MR * kTile);
-  const int64_t item = item_size(w.dtype);
-  for (int64_t p = 0; p < depth; p += kColumnDepth) {
-    const int64_t kc = std::min(kColumnDepth, depth - p);
-    with_matrix<C>(w, first, p, [&](auto* source) {
+  constexpr int64_t MR = Tile<C>::rows, kTile = kColumnDepth * MR + 64 / sizeof(E);  // no power of two apart
+  constexpr int64_t kValuesDeep = kColumnDepth * kValues<C, E>;
+  E* tiles = memory.get<E>(kColumns<C> / MR * kTile);
+  const int64_t item = item_size(w.dtype), all_steps = steps_of<E>(depth);
+  for (int64_t p = 0; p < depth; p += kValuesDeep) {
+    const int64_t kc = std::min(kValuesDeep, depth - p);
+    with_matrix<E>(w, first, p, [&](auto* source) {
       using T = std::decay_t<decltype(*source)>;
-      pack_columns<C, T>([&](int64_t k) { return source + k * w.col_stride; }, rows, kc, tiles, kTile);
+      pack_columns<E, T>([&](int64_t k) { return source + k * w.col_stride; }, rows, kc, tiles, kTile);
     });
     const bool last = p + kc == depth;
     const int64_t next_row = last ? first + rows : first, next_depth = last ? 0 : p + kc;
-    const int64_t next_count = next_row < w_rows ? std::min(kColumnDepth, depth - next_depth) : 0;
+    const int64_t next_count = next_row < w_rows ? std::min(kValuesDeep, depth - next_depth) : 0;
     const char* next = static_cast<const char*>(w.data) + (next_row + next_depth * w.col_stride) * item;
     int64_t call = 0;
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
@@ -271,8 +323,8 @@ void multiply_columns_of(const Matrix& w, int64_t w_rows, int64_t first, int64_t
       for (int64_t t = 0; t * MR < rows; ++t, ++call) {
         const Ahead ahead = call < next_count ? Ahead{next + call * w.col_stride * item, 192}
                                               : Ahead{reinterpret_cast<const char*>(tiles), 0};
-        multiply_tile<C>(std::min(MR, rows - t * MR), kc, {tiles + t * kTile, MR, true}, width,
-                         b + start * depth + p * width, sums.at(start, width, t * MR), width, p > 0, ahead);
+        multiply_tile<C>(std::min(MR, rows - t * MR), steps_of<E>(kc), TileA<E>{tiles + t * kTile, MR, true}, width,
+                         b + start * all_steps + steps_of<E>(p) * width, sums.at(start, width, t * MR), width, p > 0, ahead);
       }
     }
   }
@@ -282,9 +334,9 @@ void multiply_columns_of(const Matrix& w, int64_t w_rows, int64_t first, int64_t
 
 // sums [panel][group][width] = rows [first, first + rows) of w [w_rows, depth], rows <= group, times the panels b. `group`
 // is a multiple of the tile's rows.
-template <class C>
+template <class C, class E>
 void multiply_lanes(const Matrix& w, int64_t w_rows, int64_t first, int64_t rows, int64_t depth,
-                    const LaneBlock<C>& block, const C* b, C* sums, int64_t group) {
+                    const LaneBlock<C>& block, const E* b, C* sums, int64_t group) {
   if (depth == 0) std::fill_n(sums, block.lanes() * group, C(0));
   const int64_t step = group_rows<C>(w);
   for (int64_t i = 0; i < rows; i += step) {
@@ -299,94 +351,46 @@ void multiply_lanes(const Matrix& w, int64_t w_rows, int64_t first, int64_t rows
 
 // ---- rows in and out of panels --------------------------------------------------------------------------------------
 
+namespace detail {
+
+template <int W, class T, class C, class Lane>
+void pack_lanes_deep(Lane&& lane, int lanes, int64_t depth, C* out) {
+  pack_deep_panel<W, C, T>(lane, lanes, depth, out);
+}
+#if defined(__AVX512F__)
+template <int W, class T, class Lane>
+void pack_lanes_deep(Lane&& lane, int lanes, int64_t depth, bf16_pair* out) {
+  pack_deep_pairs<W, T>(lane, lanes, depth, out);
+}
+#endif
+
+}  // namespace detail
+
 // Rows [first, first + block.rows) of x as panels.
-template <class C>
-void pack_lanes(const ExpertRows& x, int64_t first, int64_t depth, const LaneBlock<C>& block, C* out) {
+template <class C, class E>
+void pack_lanes(const ExpertRows& x, int64_t first, int64_t depth, const LaneBlock<C>& block, E* out) {
   constexpr int L = Vec<C>::size;
-  with_matrix<C>({x.dtype, x.data, x.row_stride, x.col_stride}, 0, 0, [&](auto* source) {
+  with_matrix<E>({x.dtype, x.data, x.row_stride, x.col_stride}, 0, 0, [&](auto* source) {
     using T = std::decay_t<decltype(*source)>;
     auto row = [&](int64_t r) { return source + (x.gather ? int64_t(x.gather[r]) : r) * x.row_stride; };
     for (int64_t panel = 0; panel < block.panels(); ++panel) {
       const int64_t start = panel * block.kWide, width = block.width(panel);
       const int count = int(block.count(panel));
       auto lane = [&](int i) -> const T* { return row(first + start + i); };
-      C* target = out + start * depth;
-      if (x.col_stride != 1) {
-        for (int64_t k = 0; k < depth; ++k)
-          for (int i = 0; i < width; ++i) target[k * width + i] = i < count ? C(widen(lane(i)[k * x.col_stride])) : C(0);
+      E* target = out + start * steps_of<E>(depth);
+      if (x.col_stride != 1) {  // and no gather
+        if (width == block.kWide)
+          detail::pack<2 * L, E, T>(lane(0), x.row_stride, x.col_stride, count, depth, target);
+        else
+          detail::pack<L, E, T>(lane(0), x.row_stride, x.col_stride, count, depth, target);
       } else if (width == block.kWide) {
-        detail::pack_deep_panel<2 * L, C, T>(lane, count, depth, target);
+        detail::pack_lanes_deep<2 * L, T>(lane, count, depth, target);
       } else {
-        detail::pack_deep_panel<L, C, T>(lane, count, depth, target);
+        detail::pack_lanes_deep<L, T>(lane, count, depth, target);
       }
     }
   });
 }
-
-namespace detail {
-
-// out[i * out_stride + j] = in[j * in_stride + i] for i, j < kSquare.
-#if defined(__AVX512F__)
-template <class C>
-constexpr int64_t kSquare = std::is_same_v<C, float> ? 16 : 4;
-
-inline void transpose_square(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
-  __m512 r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(in + i * in_stride);
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-  }
-  auto low = [](__m512 a, __m512 b) {
-    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-  };
-  auto high = [](__m512 a, __m512 b) {
-    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-  };
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {  // r[i + j], 128 bits q: column 4 q + j of rows i ... i + 3
-    r[i] = low(t[i], t[i + 2]);
-    r[i + 1] = high(t[i], t[i + 2]);
-    r[i + 2] = low(t[i + 1], t[i + 3]);
-    r[i + 3] = high(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m512 even_a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), even_b = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
-    const __m512 odd_a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd), odd_b = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
-    _mm512_storeu_ps(out + j * out_stride, _mm512_shuffle_f32x4(even_a, even_b, 0x88));
-    _mm512_storeu_ps(out + (4 + j) * out_stride, _mm512_shuffle_f32x4(odd_a, odd_b, 0x88));
-    _mm512_storeu_ps(out + (8 + j) * out_stride, _mm512_shuffle_f32x4(even_a, even_b, 0xdd));
-    _mm512_storeu_ps(out + (12 + j) * out_stride, _mm512_shuffle_f32x4(odd_a, odd_b, 0xdd));
-  }
-}
-#else
-template <class C>
-constexpr int64_t kSquare = 4;
-
-inline void transpose_square(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
-#if defined(__SSE2__)
-  __m128 r0 = _mm_loadu_ps(in), r1 = _mm_loadu_ps(in + in_stride);
-  __m128 r2 = _mm_loadu_ps(in + 2 * in_stride), r3 = _mm_loadu_ps(in + 3 * in_stride);
-  _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
-  _mm_storeu_ps(out, r0);
-  _mm_storeu_ps(out + out_stride, r1);
-  _mm_storeu_ps(out + 2 * out_stride, r2);
-  _mm_storeu_ps(out + 3 * out_stride, r3);
-#else
-  for (int j = 0; j < 4; ++j)
-    for (int i = 0; i < 4; ++i) out[i * out_stride + j] = in[j * in_stride + i];
-#endif
-}
-#endif
-inline void transpose_square(const double* in, int64_t in_stride, double* out, int64_t out_stride) {
-  for (int j = 0; j < 4; ++j)
-    for (int i = 0; i < 4; ++i) out[i * out_stride + j] = in[j * in_stride + i];
-}
-
-}  // namespace detail
 
 // The transpose of values [columns][width], its first `rows` lanes, as rows: out[i * out_stride + j].
 template <class C>
@@ -399,6 +403,12 @@ void store_rows(const C* values, int64_t width, int64_t rows, int64_t columns, C
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
       out[i * out_stride + j] = values[j * width + i];
+}
+
+// Rows of `columns` pairs, from a panel of them [columns][width].
+inline void store_rows(const bf16_pair* values, int64_t width, int64_t rows, int64_t columns, bf16_pair* out,
+                       int64_t out_stride) {
+  store_rows<float>(reinterpret_cast<const float*>(values), width, rows, columns, reinterpret_cast<float*>(out), out_stride);
 }
 
 // ---- experts --------------------------------------------------------------------------------------------------------

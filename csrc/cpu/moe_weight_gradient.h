@@ -14,49 +14,62 @@ struct WeightGradient {
   bool accumulate;
 };
 
-constexpr int64_t kRowDepth = 256;
+constexpr int64_t kRowDepth = 256;  // steps of depth: of two rows if of pairs
 constexpr int64_t kRightColumns = 512;  // of right that are packed at a time: kRowDepth x kRightColumns floats, half of L2
 
 namespace detail {
 
 // Rows [first, first + depth) of x, columns [column, column + lanes) as packed tiles of A; lanes <= kGroup.
-template <class C>
-void pack_left(const ExpertRows& x, int64_t first, int64_t depth, int64_t column, int64_t lanes, C* out) {
-  with_matrix<C>({x.dtype, x.data, x.row_stride, x.col_stride}, 0, column, [&](auto* source) {
+template <class E>
+void pack_left(const ExpertRows& x, int64_t first, int64_t depth, int64_t column, int64_t lanes, E* out) {
+  with_matrix<E>({x.dtype, x.data, x.row_stride, x.col_stride}, 0, column, [&](auto* source) {
     using T = std::decay_t<decltype(*source)>;
     if (x.col_stride == 1)
-      pack_columns<C, T>(
+      pack_columns<E, T>(
           [&](int64_t k) { return source + (x.gather ? int64_t(x.gather[first + k]) : first + k) * x.row_stride; },
-          lanes, depth, out, depth * Tile<C>::rows);
+          lanes, depth, out, steps_of<E>(depth) * Tile<sum_t<E>>::rows);
     else
-      pack_a<C>(source + first * x.row_stride, x.col_stride, x.row_stride, lanes, depth, out);
+      pack_a<E>(source + first * x.row_stride, x.col_stride, x.row_stride, lanes, depth, out);
   });
 }
 
-// The same as panels of B [depth][NR], any number of columns.
-template <class C>
-void pack_right(const ExpertRows& x, int64_t first, int64_t depth, int64_t column, int64_t cols, C* out) {
+// Gathered rows as panels of B [depth][NR].
+template <class T, class C, class Row>
+void pack_gathered(Row&& row, int64_t depth, int64_t cols, C* out) {
   constexpr int64_t NR = Tile<C>::cols;
-  with_matrix<C>({x.dtype, x.data, x.row_stride, x.col_stride}, 0, column, [&](auto* source) {
-    if (!x.gather) {
-      pack_b<C>(source + first * x.row_stride, x.row_stride, x.col_stride, depth, cols, out);
-      return;
+  for (int64_t k = 0; k < depth; ++k) {
+    auto* source = row(k);
+    for (int64_t j = 0; j < cols; j += NR) {
+      C* target = out + j * depth + k * NR;
+      const int64_t count = std::min(NR, cols - j);
+      widen_run(source + j, count, target);
+      std::fill(target + count, target + NR, C(0));
     }
-    for (int64_t k = 0; k < depth; ++k) {
-      auto* row = source + int64_t(x.gather[first + k]) * x.row_stride;
-      for (int64_t j = 0; j < cols; j += NR) {
-        C* target = out + j * depth + k * NR;
-        const int64_t count = std::min(NR, cols - j);
-        widen_run(row + j, count, target);
-        std::fill(target + count, target + NR, C(0));
-      }
-    }
+  }
+}
+#if defined(__AVX512F__)
+template <class T, class Row>
+void pack_gathered(Row&& row, int64_t depth, int64_t cols, bf16_pair* out) {
+  constexpr int NR = Tile<float>::cols;
+  pack_wide_pairs<NR, T>(row, cols, depth, out, steps_of<bf16_pair>(depth) * NR);
+}
+#endif
+
+// The same as pack_left, any number of columns, as panels of B.
+template <class E>
+void pack_right(const ExpertRows& x, int64_t first, int64_t depth, int64_t column, int64_t cols, E* out) {
+  with_matrix<E>({x.dtype, x.data, x.row_stride, x.col_stride}, 0, column, [&](auto* source) {
+    using T = std::decay_t<decltype(*source)>;
+    if (x.gather)
+      pack_gathered<T>([&](int64_t k) { return source + int64_t(x.gather[first + k]) * x.row_stride; }, depth, cols, out);
+    else
+      pack_b<E>(source + first * x.row_stride, x.row_stride, x.col_stride, depth, cols, out);
   });
 }
 
 // c [rows, cols] (+)= the tiles of A times the panels of B.
-template <class C>
-void multiply_rows(int64_t rows, int64_t cols, int64_t depth, const C* a, const C* b, C* c, int64_t c_stride,
+template <class C, class E>
+void multiply_rows(int64_t rows, int64_t cols, int64_t depth, const E* a, const E* b, C* c, int64_t c_stride,
                    bool accumulate) {
   constexpr int64_t MR = Tile<C>::rows, NR = Tile<C>::cols;
   for (int64_t i = 0; i < rows; i += MR)
@@ -72,8 +85,10 @@ void multiply_rows(int64_t rows, int64_t cols, int64_t depth, const C* a, const 
 }
 
 // Rows [i, i + slab) of dw of one expert.
-template <class C, class Out>
+template <class E, class Out>
 void weight_gradient_slab(const WeightGradient& g, const ExpertOffsets& groups, int64_t expert, int64_t i, int64_t slab) {
+  using C = sum_t<E>;
+  constexpr int64_t kValuesDeep = kRowDepth * kValues<C, E>;
   static thread_local Scratch a_memory, b_memory, sum_memory;
   const int64_t first = groups.offsets[expert], rows = groups.offsets[expert + 1] - first;
   Out* out = static_cast<Out*>(g.dw.data) + expert * g.dw.expert_stride + i * g.dw.row_stride;
@@ -82,24 +97,46 @@ void weight_gradient_slab(const WeightGradient& g, const ExpertOffsets& groups, 
     return;
   }
   constexpr bool direct = std::is_same_v<Out, C>;  // else sums are kept in C until all rows are in, and rounded once
-  C* a = a_memory.get<C>(kGroup<C> * kRowDepth);
-  C* b = b_memory.get<C>(packed_b_size<C>(std::min(kRightColumns, g.right_width), kRowDepth));
+  E* a = a_memory.get<E>(kGroup<C> * kRowDepth);
+  E* b = b_memory.get<E>(packed_b_size<C>(std::min(kRightColumns, g.right_width), kRowDepth));
   for (int64_t j = 0; j < g.right_width; j += kRightColumns) {
     const int64_t cols = std::min(kRightColumns, g.right_width - j);
     C* sum = direct ? reinterpret_cast<C*>(out) + j : sum_memory.get<C>(slab * cols);
     const int64_t sum_stride = direct ? g.dw.row_stride : cols;
-    for (int64_t r = 0; r < rows; r += kRowDepth) {
-      const int64_t depth = std::min(kRowDepth, rows - r);
-      pack_right<C>(g.right, first + r, depth, j, cols, b);
+    for (int64_t r = 0; r < rows; r += kValuesDeep) {
+      const int64_t depth = std::min(kValuesDeep, rows - r);
+      pack_right<E>(g.right, first + r, depth, j, cols, b);
       for (int64_t q = 0; q < slab; q += kGroup<C>) {
         const int64_t count = std::min(kGroup<C>, slab - q);
-        pack_left<C>(g.left, first + r, depth, i + q, count, a);
-        multiply_rows<C>(count, cols, depth, a, b, sum + q * sum_stride, sum_stride, r > 0 || (direct && g.accumulate));
+        pack_left<E>(g.left, first + r, depth, i + q, count, a);
+        multiply_rows<C>(count, cols, steps_of<E>(depth), a, b, sum + q * sum_stride, sum_stride, r > 0 || (direct && g.accumulate));
       }
     }
     if constexpr (!direct)
       for (int64_t q = 0; q < slab; ++q)
         for (int64_t c = 0; c < cols; ++c) narrow(sum[q * cols + c], out + q * g.dw.row_stride + j + c);
+  }
+}
+
+template <class E>
+void weight_gradient_to(const WeightGradient& g, const ExpertOffsets& groups, int64_t expert, int64_t i, int64_t slab) {
+  switch (g.dw.dtype) {
+    case DType::bf16: return weight_gradient_slab<E, bf16>(g, groups, expert, i, slab);
+    case DType::f16: return weight_gradient_slab<E, f16>(g, groups, expert, i, slab);
+    default: return weight_gradient_slab<E, float>(g, groups, expert, i, slab);
+  }
+}
+
+template <class C>
+void weight_gradient_task(const WeightGradient& g, const ExpertOffsets& groups, int64_t expert, int64_t i, int64_t slab) {
+  if constexpr (std::is_same_v<C, double>) {
+    weight_gradient_slab<double, double>(g, groups, expert, i, slab);
+  } else {
+#if defined(__AVX512F__)
+    if (bfloat16_dot() && g.left.dtype == DType::bf16 && g.right.dtype == DType::bf16)
+      return weight_gradient_to<bf16_pair>(g, groups, expert, i, slab);
+#endif
+    weight_gradient_to<float>(g, groups, expert, i, slab);
   }
 }
 
@@ -137,15 +174,7 @@ void weight_gradients(const WeightGradient* gradients, int count, const ExpertOf
   parallel_tasks(int64_t(tasks.size()), threads, [&](int64_t index, int) {
     const Task& task = tasks[index];
     const WeightGradient& g = gradients[task.gradient];
-    if constexpr (std::is_same_v<C, double>) {
-      detail::weight_gradient_slab<double, double>(g, groups, task.expert, task.first, task.slab);
-    } else {
-      switch (g.dw.dtype) {
-        case DType::bf16: return detail::weight_gradient_slab<C, bf16>(g, groups, task.expert, task.first, task.slab);
-        case DType::f16: return detail::weight_gradient_slab<C, f16>(g, groups, task.expert, task.first, task.slab);
-        default: return detail::weight_gradient_slab<C, float>(g, groups, task.expert, task.first, task.slab);
-      }
-    }
+    detail::weight_gradient_task<C>(g, groups, task.expert, task.first, task.slab);
   });
 }
 

@@ -31,6 +31,7 @@ void grouped_gemm(const GroupedGemm&);
 void grouped_weight_gradient(const GroupedWeightGradient&);
 void grouped_bias_gradient(const GroupedBiasGradient&);
 void moe_mlp_forward(const MoeMlpForward&);
+bool moe_mlp_rows_are_bf16(const MoeMlpShape&);
 int64_t moe_mlp_backward_rows(const MoeMlpShape&);
 void moe_mlp_backward(const MoeMlpBackward&);
 
@@ -66,6 +67,7 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::grouped_weight_gradient,
       pyfast::grouped_bias_gradient,
       pyfast::moe_mlp_forward,
+      pyfast::moe_mlp_rows_are_bf16,
       pyfast::moe_mlp_backward_rows,
       pyfast::moe_mlp_backward,
   };

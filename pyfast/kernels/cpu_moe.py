@@ -85,8 +85,9 @@ def moe_mlp_backward(
     dweights = torch.empty_like(weights) if need_dweights else weights.new_empty(0)
     dx_rows = x.new_empty((maps[1].shape[0] if need_dx else 0, x.shape[1]), dtype=wide)
     rows = maps[1].shape[0] if keep_rows else _C.moe_mlp_backward_rows(shape)
-    dh = x.new_empty((rows if keep_rows or dw_gate_up is not None else 0, 2 * ffn), dtype=wide)
-    activation = x.new_empty((rows if keep_rows or dw_down is not None else 0, ffn), dtype=wide)
+    kept_dtype = torch.bfloat16 if _C.moe_mlp_rows_are_bf16(shape) else wide
+    dh = x.new_empty((rows if keep_rows or dw_gate_up is not None else 0, 2 * ffn), dtype=kept_dtype)
+    activation = x.new_empty((rows if keep_rows or dw_down is not None else 0, ffn), dtype=kept_dtype)
     targets = [dw if dw is None or _has_rows(dw) else dw.contiguous() for dw in (dw_gate_up, dw_down)]
     _C.moe_mlp_backward(
         shape, _rows(x), _rows(dy), 0 if pre is None else pre.data_ptr(), dx.data_ptr() if need_dx else 0,

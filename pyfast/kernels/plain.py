@@ -62,8 +62,10 @@ def rms_norm_backward(
 
 
 @full_precision
-def gemm(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> Tensor:
-    """See `cpu.gemm`."""
+def gemm(
+    a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0, round_factors: bool = False
+) -> Tensor:
+    """See `cpu.gemm`; nothing is rounded before the product."""
     wide = sum_dtype(out.dtype)
     product = (a.to(wide) @ b.to(wide)).mul_(scale)
     return out.copy_(product.add_(out) if accumulate else product)

@@ -131,8 +131,8 @@ class VocabularyGradients:
         gemm, rows = kernels.for_device(hidden.device).gemm, self.problem.rows
         if self.need_dh:
             part = self.dh[chunk] if rows is None else self.dh.new_empty(hidden.shape)
-            gemm(dlogits, self.problem.w, part)
+            gemm(dlogits, self.problem.w, part, round_factors=True)
             if rows is not None:
                 self.dh.index_copy_(0, rows[chunk], part)
         if self.need_dw:
-            gemm(dlogits.t(), hidden, self.dw, accumulate=chunk.start > 0)
+            gemm(dlogits.t(), hidden, self.dw, accumulate=chunk.start > 0, round_factors=True)

@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels, one for each architecture, kernel and head size; nothing is tuned at run time.
 
-tests/kernels/triton/test_attention_compile.py compiles them: no spilled registers, shared memory within limits,
-tensor-core instructions. docs/kernels.md has what they need.
+tests/kernels/triton/test_attention_compile.py compiles them: no spilled registers (but for what docs/kernels.md
+names), shared memory within limits, tensor-core instructions. docs/kernels.md has what they need.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A table instead of triton's autotuner: tuning keyed by shapes runs again for every new shape, allocates beside a
 training step, and picks differently on every rank. Each entry is compiled for its architecture in
-tests/kernels/triton/test_moe_compile.py: no spills, shared memory within limits, tensor cores used.
+tests/kernels/triton/test_moe_compile.py: no spills (but for what docs/kernels.md names), shared memory within limits,
+tensor cores used.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pyfast.kernels import reference_route as reference
-from pyfast.kernels.cpu_route import RouteResults, empty_results
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.kernels.full_precision import full_precision
+from pyfast.kernels.route_results import RouteResults, empty_results
 from pyfast.kernels.route_settings import RouteSettings
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyfast import kernels
 from pyfast.comm import Group
-from pyfast.kernels.cpu_route import RouteResults, empty_results
+from pyfast.kernels.route_results import RouteResults, empty_results
 from pyfast.kernels.route_settings import CHOICES, RouteSettings
 from pyfast.ops.balance import BALANCE_SCOPES, BalanceTerms, balance_loss, check_bias
 from pyfast.ops.checks import FLOAT32_MAX, check_bool, check_float, check_number

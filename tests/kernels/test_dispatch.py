@@ -117,6 +117,12 @@ def test_ops_do_not_import_triton():
     run("-c", "import sys, pyfast.ops; assert 'triton' not in sys.modules")
 
 
+def test_importing_the_package_loads_no_kernels():
+    """Kernels are loaded for the device that is used, by `kernels.for_device`, and not before."""
+    code = "import sys, pyfast.ops, pyfast.nn, pyfast.models, pyfast.parallel, pyfast.kernels.plain"
+    run("-c", f"{code}; assert 'pyfast._C' not in sys.modules and 'pyfast.kernels.cpu' not in sys.modules")
+
+
 def test_compiled_functions_without_kernels_say_so():
     """In a process that has imported the bare module alone: an error, not a crash."""
     code = """

@@ -113,7 +113,7 @@ def test_a_sink_joins_the_maximum():
 
 @pytest.mark.parametrize("D, Dv", [(8, 8), (40, 24), (80, 80), (96, 128), (192, 128), (20, 33), (1, 1), (100, 12)])
 def test_head_sizes(D, Dv):
-    # Of one number a row, rounding of out and dout alone may take bfloat16 gradients past their bound (CPU kernels too).
+    # Of one number a row, the rounding of out and dout alone may take bfloat16 gradients past their bound.
     dtype = torch.bfloat16 if D > 1 else torch.float32
     _, _, grads = check(*inputs(dtype, D=D, Dv=Dv, Sq=40, Sk=40))
     assert all(x.is_contiguous() for x in grads[:3])

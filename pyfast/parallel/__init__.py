@@ -9,6 +9,7 @@ from pyfast.parallel.buckets import Bucket, FlatBuckets, clip_coefficient
 from pyfast.parallel.config import ParallelConfig
 from pyfast.parallel.mesh import ParallelMesh, rank_groups
 from pyfast.parallel.replicas import check_replicas
+from pyfast.parallel.zero import make_buckets
 
 __all__ = [
     "Bucket",
@@ -19,11 +20,13 @@ __all__ = [
     "ParallelConfig",
     "ParallelMesh",
     "Shard",
+    "ZeroOptimizer",
     "check_replicas",
     "clip_coefficient",
     "get_layout",
     "latest",
     "load",
+    "make_buckets",
     "rank_groups",
     "read_metadata",
     "save",
@@ -39,6 +42,10 @@ def __getattr__(name: str) -> Any:
         from pyfast.parallel import checkpoint
 
         return getattr(checkpoint, name)
+    if name == "ZeroOptimizer":  # saves and loads, too
+        from pyfast.parallel.zero_optimizer import ZeroOptimizer
+
+        return ZeroOptimizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

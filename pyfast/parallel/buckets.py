@@ -6,7 +6,8 @@ shard of either is then one call over one buffer. The order is that of backward 
 first bucket is full early.
 
 Gradients are summed, never averaged: the loss is divided by the global token count before backward.
-The scheme is that of PyTorch DDP's buckets and Megatron-Core's main_grad.
+The scheme is that of PyTorch DDP's buckets and Megatron-Core's main_grad. This is stage 0 of ZeRO, every rank holds
+everything; `pyfast.parallel.zero` has the stages that share it out.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyfast.comm import Group, Work
-from pyfast.nn.layout import get_layout
+from pyfast.nn.layout import Layout, get_layout
+from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.mesh import ParallelMesh
 
 # Parameters start on 64-byte boundaries of the gradient buffer, and a bucket divides evenly over its ranks likewise.
 _ALIGNMENT = 16
+DEFAULT_BUCKET_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
@@ -36,23 +39,57 @@ class Bucket:
         parameters: the parameters; each one's data is a view into `data`.
         offsets: where each parameter starts. Between parameters lie zeros, in every buffer, and zeros they stay under
             any optimizer that maps zero parameter, gradient and state to zero.
+        numel: length of the buffers.
         data: [numel] in the parameters' dtype.
-        main_grad: [numel] float32, float64 for float64 parameters.
+        main_grad: [numel] float32, float64 for float64 parameters; None while there is none, at stages that keep only
+            the shard of it.
         key: what `group_of` returned for these parameters.
         groups: the groups over which the gradient is summed, in this order; those of one rank left out.
-        share: (index, count) of the part of the buffer that this rank contributes to a global sum.
+        shard_group: the one of `groups` whose ranks share the buffers out, each taking an equal stretch; None: not
+            sharded, and the stretch is all of it.
+        shard: the stretch that this rank's optimizer updates.
+        data_shard, grad_shard: that stretch of the parameters and of their gradient.
+        share: (index, count) of the part of the shard that this rank contributes to a global sum.
     """
 
     names: list[str]
     parameters: list[Parameter]
     offsets: list[int]
+    numel: int
     data: Tensor
-    main_grad: Tensor
+    main_grad: Tensor | None
     key: Hashable
     groups: list[Group]
+    shard_group: Group | None
+    shard: slice
+    data_shard: Tensor
+    grad_shard: Tensor
     share: tuple[int, int]
     missing: int = 0
     slots: list[_Slot] = field(default_factory=list)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor | FlatPart]:
+        """`flat`, a tensor like `data_shard`, by parameter name: views shaped like the parameters; what there is of
+        each where the bucket is sharded."""
+        if self.shard_group is None:
+            return {slot.name: flat[slot.place].view(slot.shape) for slot in self.slots}
+        return {slot.name: self._part(flat, slot) for slot in self.slots}
+
+    def mine(self, slot: _Slot) -> slice:
+        """The stretch of a parameter's place that lies in this rank's shard; empty if none does."""
+        begin, end = _overlap(slot.place, self.shard)
+        return slice(begin, max(begin, end))
+
+    def gather_shards(self, flat: Tensor) -> Tensor:
+        """`flat`, a tensor like `data_shard`, of all ranks: [numel]. Collective where the bucket is sharded."""
+        if self.shard_group is None:
+            return flat
+        return self.shard_group.all_gather(flat, name=f"gather bucket ({self.names[0]} ..)").view(-1)
+
+    def _part(self, flat: Tensor, slot: _Slot) -> FlatPart:
+        begin, end = _overlap(slot.place, self.shard)
+        inside = flat[begin - self.shard.start : end - self.shard.start] if end > begin else flat[:0]
+        return FlatPart(inside, begin - slot.place.start, tuple(slot.shape), slot.layout)
 
 
 @dataclass(eq=False)
@@ -61,7 +98,10 @@ class _Slot:
 
     name: str
     bucket: Bucket
-    grad: Tensor  # the parameter's view of main_grad
+    place: slice  # of the parameter in the buffers
+    shape: torch.Size
+    layout: Layout
+    grad: Tensor | None  # the parameter's view of main_grad
     filled: bool = False  # written in this step; before that the buffer holds the last step's gradient
     arrived: bool = False  # written in the last micro-batch
 
@@ -74,6 +114,7 @@ class FlatBuckets:
         for index, batch in enumerate(micro_batches):
             buckets.start_micro_batch(last=index == len(micro_batches) - 1)
             loss(batch).backward()
+            buckets.end_micro_batch()
         buckets.finish()                   # every bucket's main_grad is now the global sum
         norm = buckets.grad_norm()
 
@@ -91,19 +132,22 @@ class FlatBuckets:
         bucket_bytes: a bucket is closed when its gradients reach this many bytes.
     """
 
+    stage = 0  # of ZeRO
+    _reduces_every_micro_batch = False
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Parameter]],
         mesh: ParallelMesh,
         *,
         group_of: Callable[[str, Parameter], Hashable] | None = None,
-        bucket_bytes: int = 16 << 20,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: is {bucket_bytes}, must be >= 1")
         self._mesh = mesh
         self.buckets = [
-            _make_bucket(members, mesh, key)
+            _make_bucket(members, mesh, key, self.stage)
             for key, members in _partition(named_parameters, mesh, group_of, bucket_bytes)
         ]
         self._slots: dict[Parameter, _Slot] = {}
@@ -112,7 +156,7 @@ class FlatBuckets:
             for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
                 self._slots[parameter] = slot
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
-        self._in_step = self._last = False
+        self._in_step = self._last = self._reducing = False
         self._launched: list[tuple[Bucket, Work]] = []
 
     @property
@@ -125,28 +169,87 @@ class FlatBuckets:
         if self._last:
             raise RuntimeError("start_micro_batch: the last micro-batch of this step has begun; call finish() first")
         self._in_step, self._last = True, last
-        if last:
+        self._reducing = last or self._reduces_every_micro_batch
+        if self._reducing:
             for bucket in self.buckets:
                 bucket.missing = len(bucket.slots)
+
+    def end_micro_batch(self) -> None:
+        """Call after each backward: start the reductions that wait for gradients which will not come.
+
+        The next call of another method does it too; but between backward and this call no other collective may run
+        over the same ranks, of which some may still have reductions to start.
+        """
+        if self._reducing:
+            for bucket in self.buckets[len(self._launched) :]:
+                self._launch(bucket)
 
     def finish(self) -> None:
         """Start what is left of the reductions and wait for all; the gradients are then the global sums."""
         if not self._last:
             raise RuntimeError("finish: no micro-batch was started with last=True")
-        for bucket in self.buckets[len(self._launched) :]:
-            self._launch(bucket)
-        for bucket, work in self._launched:
+        self._finish_reductions()
+        for bucket in self.buckets:
+            for group in bucket.groups:
+                if group is not self._first_group(bucket):
+                    group.all_reduce(bucket.grad_shard, name=self._label(bucket))
+        self._end_step()
+
+    def discard(self) -> None:
+        """Forget the gradients of a step that was begun and will not be finished. Alike on every rank."""
+        if self._in_step:
+            if self._reducing:
+                self._finish_reductions()
+            self._end_step()
+
+    def _finish_reductions(self) -> None:
+        self.end_micro_batch()
+        for _, work in self._launched:
             work.wait()
-            for group in bucket.groups[1:]:
-                group.all_reduce(bucket.main_grad, name=self._label(bucket))
         self._launched = []
-        self._in_step = self._last = False
+        for slot in self._slots.values():
+            slot.filled = slot.arrived = False
+
+    def _end_step(self) -> None:
+        self._in_step = self._last = self._reducing = False
         for slot in self._slots.values():
             slot.filled = slot.arrived = False
 
     def main_grad(self, parameter: Parameter) -> Tensor:
-        """The gradient of `parameter`, shaped like it: a view into its bucket. Valid from `finish` to the next step."""
-        return self._slots[parameter].grad
+        """The gradient of `parameter`, shaped like it: a view into its bucket. Valid from `finish` to the next step.
+
+        Only where gradients are not sharded (stage 0).
+        """
+        slot = self._slots[parameter]
+        if slot.bucket.shard_group is not None:
+            raise RuntimeError(f"main_grad of '{slot.name}': this rank has a part of it only; see gradient_parts")
+        return slot.grad
+
+    def gradient_parts(self) -> dict[str, Tensor | FlatPart]:
+        """Parameter name -> this rank's part of the summed gradient: a tensor like the parameter where the bucket is
+        not sharded. Valid from `finish` to the next step."""
+        return {name: part for bucket in self.buckets for name, part in bucket.views(bucket.grad_shard).items()}
+
+    def gather(self, name: str, part: Tensor | FlatPart) -> Tensor:
+        """The whole tensor (as one tensor-parallel rank has it) from every rank's `part` of a tensor that lies in
+        the bucket of parameter `name`, such as its gradient or its optimizer state. Collective where sharded."""
+        if not isinstance(part, FlatPart):
+            return part
+        slot = next(slot for slot in self._slots.values() if slot.name == name)
+        group, length = slot.bucket.shard_group, slot.bucket.numel // slot.bucket.shard_group.size
+        places = [_overlap(slot.place, slice(rank * length, (rank + 1) * length)) for rank in range(group.size)]
+        padded = part.tensor.new_zeros(max(end - begin for begin, end in places))
+        padded[: part.tensor.numel()] = part.tensor
+        pieces = group.all_gather(padded, name=f"gather {name}")
+        return torch.cat([piece[: end - begin] for piece, (begin, end) in zip(pieces, places, strict=True)]).view(
+            part.shape
+        )
+
+    def update_parameters(self) -> None:
+        """Call after the shards of the parameters were changed, as an optimizer does: the other ranks get them."""
+
+    def wait_for_parameters(self) -> None:
+        """Return once every parameter has its new value: what to call before reading parameters outside a forward."""
 
     def grad_norm(self) -> float:
         """Euclidean norm of the whole model's gradient, each element counted once, the same number on every rank.
@@ -156,11 +259,11 @@ class FlatBuckets:
         total = torch.zeros((), dtype=torch.float64)
         for bucket in self.buckets:
             index, count = bucket.share
-            part = torch.tensor_split(bucket.main_grad, count)[index]
+            part = torch.tensor_split(bucket.grad_shard, count)[index]
             total += _sum_of_squares(part).cpu()
         world = self._mesh.group("world")
         if world.size > 1:
-            device = self.buckets[0].main_grad.device if self.buckets else torch.device("cpu")
+            device = self.buckets[0].grad_shard.device if self.buckets else torch.device("cpu")
             total = total.to(device)
             world.all_reduce(total, name="gradient norm")
         return math.sqrt(total.item())
@@ -178,7 +281,7 @@ class FlatBuckets:
         if not self._in_step or slot.arrived:
             raise RuntimeError(
                 f"gradient of '{slot.name}': "
-                + ("came a second time in the last micro-batch" if slot.arrived else "came outside a step")
+                + ("came a second time in one micro-batch" if slot.arrived else "came outside a step")
                 + "; call start_micro_batch before every backward"
             )
         if slot.filled:
@@ -186,7 +289,7 @@ class FlatBuckets:
         else:
             slot.grad.copy_(grad)
             slot.filled = True
-        if self._last:
+        if self._reducing:
             slot.arrived = True
             slot.bucket.missing -= 1
             if slot.bucket.missing == 0:
@@ -199,13 +302,21 @@ class FlatBuckets:
 
     def _launch(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
+            slot.arrived = True
             if not slot.filled:
                 slot.grad.zero_()
-        if bucket.groups:
-            work = bucket.groups[0].all_reduce(bucket.main_grad, name=self._label(bucket), async_op=True)
-        else:
-            work = Work(None, bucket.main_grad)
-        self._launched.append((bucket, work))
+        self._launched.append((bucket, self._reduce(bucket)))
+
+    def _first_group(self, bucket: Bucket) -> Group | None:
+        """The group over which the bucket's gradient is summed while backward runs."""
+        return bucket.groups[0] if bucket.groups else None
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        """Start the sum over that group."""
+        group = self._first_group(bucket)
+        if group is None:
+            return Work(None, bucket.main_grad)
+        return group.all_reduce(bucket.main_grad, name=self._label(bucket), async_op=True)
 
     def _label(self, bucket: Bucket) -> str:
         return f"gradients bucket {self.buckets.index(bucket)} ({bucket.names[0]} ..)"
@@ -249,36 +360,62 @@ def _partition(
     return closed + [(kind[-1], members) for kind, members in open_buckets.items()]
 
 
-def _make_bucket(members: list[_Member], mesh: ParallelMesh, key: Hashable) -> Bucket:
+def _make_bucket(members: list[_Member], mesh: ParallelMesh, key: Hashable, stage: int) -> Bucket:
     """Move the parameters of `members` into one flat buffer."""
     first = members[0][1]
     layout = get_layout(first)
     groups = _reduction_groups(mesh, layout.partial, layout.reduce)
+    shared_out_over = _shard_dimensions(mesh, layout.reduce) if stage else ()
+    shard_group = groups[-1] if shared_out_over else None
     offsets, end = [], 0
     for _, parameter in members:
         offsets.append(end)
         end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
     unit = _ALIGNMENT * math.prod(group.size for group in groups)
     numel = -(-end // unit) * unit
+    shard = _stretch(numel, shard_group)
     # zeros, not empty: the gaps between parameters are reduced and stepped with the rest
     data = torch.zeros(numel, dtype=first.dtype, device=first.device)
-    main_grad = torch.zeros(numel, dtype=_grad_dtype(first), device=first.device)
+    kept = slice(0, numel) if stage < 2 else shard
+    grad = torch.zeros(kept.stop - kept.start, dtype=_grad_dtype(first), device=first.device)
     bucket = Bucket(
         names=[name for name, _ in members],
         parameters=[parameter for _, parameter in members],
         offsets=offsets,
+        numel=numel,
         data=data,
-        main_grad=main_grad,
+        main_grad=grad if stage < 2 else None,
         key=key,
         groups=groups,
-        share=_share(mesh, layout.replicated_over()),
+        shard_group=shard_group,
+        shard=shard,
+        data_shard=data[shard],
+        grad_shard=grad[shard] if stage < 2 else grad,
+        share=_share(mesh, [name for name in layout.replicated_over() if name not in shared_out_over]),
     )
     for (name, parameter), offset in zip(members, offsets, strict=True):
         place = slice(offset, offset + parameter.numel())
         data[place].view(parameter.shape).copy_(parameter.detach())
         parameter.data = data[place].view(parameter.shape)
-        bucket.slots.append(_Slot(name, bucket, main_grad[place].view(parameter.shape)))
+        slot = _Slot(name, bucket, place, parameter.shape, get_layout(parameter), None)
+        if bucket.main_grad is not None:
+            slot.grad = bucket.main_grad[place].view(parameter.shape)
+        bucket.slots.append(slot)
     return bucket
+
+
+def _overlap(place: slice, stretch: slice) -> tuple[int, int]:
+    """Begin and end of the part of `place` that lies in `stretch`; equal, and within `place`, where none does."""
+    begin = min(max(stretch.start, place.start), place.stop)
+    return begin, max(min(stretch.stop, place.stop), begin)
+
+
+def _stretch(numel: int, group: Group | None) -> slice:
+    """This rank's part of a buffer that the ranks of `group` share out."""
+    if group is None:
+        return slice(0, numel)
+    length = numel // group.size
+    return slice(group.rank * length, (group.rank + 1) * length)
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
@@ -303,6 +440,12 @@ def _split_over(mesh: ParallelMesh, names: Iterable[str]) -> tuple[str, ...]:
 def _reduction_groups(mesh: ParallelMesh, partial: tuple[str, ...], reduce: tuple[str, ...]) -> list[Group]:
     joint = ("dp-cp",) if set(reduce) == {"dp", "cp"} else reduce
     return [mesh.group(name) for name in (*partial, *joint) if mesh.size(name) > 1]
+
+
+def _shard_dimensions(mesh: ParallelMesh, reduce: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh dimensions of the last group in `reduce`, whose ranks share a bucket out; none if they are one rank."""
+    split = _split_over(mesh, reduce)
+    return split if set(reduce) == {"dp", "cp"} else split[-1:]
 
 
 def _share(mesh: ParallelMesh, names: Iterable[str]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pyfast.nn.recompute import layer_kinds
-from pyfast.parallel.config import ParallelConfig
+from pyfast.parallel.config import ZERO_STAGES, ParallelConfig
 from pyfast.train.errors import ConfigError, NotSupportedYet, yaml_word
 from pyfast.train.parameter_groups import check_groups
 
@@ -266,14 +266,14 @@ PARALLEL_HELP = {
     "data": "ranks that take different sequences; null = the ranks that are left",
     "expert": "ranks that share the experts",
     "expert_tensor": "ranks that share each expert",
-    "zero": "0-3: what data-parallel ranks share of optimizer, gradients and parameters",
+    "zero": "what data-parallel ranks share out: 1 = optimizer state, 2 = gradients too; 0 = nothing",
     "sequence_parallel": "norms and residual split along the sequence over the tensor ranks",
     "schedule": "gpipe, 1f1b, interleaved, zb-h1 or zb-v",
     "layers_per_stage": "layers of each pipeline stage; null = even",
     "order": "which dimension of the layout varies fastest over the ranks, innermost first",
     "context_method": "how attention crosses the ranks of context",
 }
-PARALLEL_READY = ("tensor", "data", "order")
+PARALLEL_READY = ("tensor", "data", "order", "zero")
 
 
 def field_types(section: type) -> dict[str, Any]:
@@ -370,6 +370,10 @@ def check_parallel(values: dict[str, Any]) -> None:
             raise NotSupportedYet(name, value, item.default)
         if item.name in ("tensor", "data") and value is not None and value < 1:
             raise ConfigError(name, value, f"allowed is {describe_type(hints[item.name])}, at least 1")
+        if item.name == "zero" and value == 3:
+            raise NotSupportedYet(name, value, item.default)
+        if item.name == "zero" and value not in ZERO_STAGES:
+            raise ConfigError(name, value, f"allowed is {', '.join(map(str, ZERO_STAGES))}")
         if item.name == "order" and sorted(value.split("-")) != ["cp", "dp", "pp", "tp"]:
             raise ConfigError(name, value, "allowed is any order of tp, cp, pp and dp, joined by dashes")
 
@@ -464,9 +468,6 @@ def _check_optimizer(config: TrainConfig) -> None:
         check_groups(optimizer.groups or {}, optimizer.name)
     except ValueError as error:
         raise ConfigError("optimizer.groups", optimizer.groups, str(error)) from error
-    if optimizer.name == "muon" and config.parallel.zero:
-        why = "orthogonalizes whole matrices, which parallel.zero > 0 cuts anywhere: not supported yet"
-        raise ConfigError("optimizer.name", "muon", why, hint="Leave parallel.zero at 0.")
     if optimizer.lr_scaling != "none" and optimizer.reference_batch is None:
         raise ConfigError(
             "optimizer.reference_batch", None, f"must be given with optimizer.lr_scaling = {optimizer.lr_scaling}"
@@ -562,7 +563,7 @@ def settings_to_show(config: TrainConfig) -> dict[str, str]:
     neutral, shown = to_dict(TrainConfig()), {}
     for section, values in to_dict(config).items():
         for name, value in values.items():
-            same = value == neutral[section][name] or (section == "parallel" and value == 1)
+            same = value == neutral[section][name] or (section == "parallel" and name != "zero" and value == 1)
             if f"{section}.{name}" not in unread and (not same or name in _ALWAYS_SHOWN.get(section, ())):
                 shown[f"{section}.{name}"] = yaml_word(value)
     return shown

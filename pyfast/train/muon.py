@@ -5,7 +5,8 @@
 
 `orthogonal` is a Newton-Schulz iteration: it brings all singular values near 1. It needs the whole matrix, so what a
 tensor-parallel rank holds of it is gathered first, and every rank computes the same product and takes its part: the
-result does not depend on the layout. A fused matrix (query, key and value; gate and up) is one matrix here, as it is
+result does not depend on the layout. ZeRO ranks gather the updates of a bucket and compute the matrices of which they
+hold a part. A fused matrix (query, key and value; gate and up) is one matrix here, as it is
 one parameter; experts [E, out, in] are one matrix each.
 
 scale is 0.2 sqrt(max(out, in)) (Liu et al. 2025, arXiv:2502.16982), which makes the update as large as AdamW's, so both
@@ -64,23 +65,29 @@ class Muon(AdamW):
         if bucket.key.rule == "adamw":
             return super()._update(bucket, state, rate, grad_scale, decay)
         momentum = self.config.muon_momentum
-        gradient = bucket.main_grad.mul_(grad_scale)
+        gradient = bucket.grad_shard.mul_(grad_scale)
         update = gradient.lerp_(state["momentum"].lerp_(gradient, 1 - momentum), momentum)
-        weights = state.get("master", bucket.data)
+        weights = state.get("master", bucket.data_shard)
         if decay:
             weights.mul_(1 - rate * decay)
-        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            place = slice(offset, offset + parameter.numel())
-            part, scale = self._orthogonal(parameter, update[place].view(parameter.shape))
-            weights[place].view(parameter.shape).add_(part, alpha=-rate * scale)
-        if weights is not bucket.data:
-            bucket.data.copy_(weights)
+        whole = bucket.gather_shards(update)
+        for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
+            mine = bucket.mine(slot)
+            if mine.stop > mine.start or self._is_cut(parameter):  # the other ranks of a cut matrix need this one
+                part, scale = self._orthogonal(parameter, whole[slot.place].view(parameter.shape))
+                inside = part.reshape(-1)[mine.start - slot.place.start : mine.stop - slot.place.start]
+                weights[mine.start - bucket.shard.start : mine.stop - bucket.shard.start].add_(inside, alpha=-rate * scale)
+        if weights is not bucket.data_shard:
+            bucket.data_shard.copy_(weights)
         return None
+
+    def _is_cut(self, parameter: Tensor) -> bool:
+        return any(self.mesh.size(shard.mesh_dim) > 1 for shard in get_layout(parameter).shards)
 
     def _orthogonal(self, parameter: Tensor, local: Tensor) -> tuple[Tensor, float]:
         """This rank's part of the orthogonalized update, and the factor of it."""
         layout = get_layout(parameter)
-        cut = any(self.mesh.size(shard.mesh_dim) > 1 for shard in layout.shards)
+        cut = self._is_cut(parameter)
         whole = orthogonal(layout.unshard(local, self.mesh) if cut else local, self.config.muon_steps)
         scale = update_scale(self.config.muon_scale, *layout.shape[-2:])
         return (layout.shard(whole, self.mesh) if cut else whole), scale

@@ -3,7 +3,8 @@
 Parameters live in flat buffers (`pyfast.parallel.FlatBuckets`), their gradients in flat float32 ones (float64 for
 float64 parameters), and so does the state here. bfloat16 parameters have a float32 master copy that is updated and
 rounded into them. The clip coefficient is a factor of the step (`grad_scale`), so
-no pass over the gradients is spent on clipping.
+no pass over the gradients is spent on clipping. Where ranks share the buckets out (ZeRO), each has the state of its
+own stretch and updates that.
 """
 
 from __future__ import annotations
@@ -13,16 +14,9 @@ from torch import Tensor
 
 from pyfast import ops
 from pyfast.parallel import Bucket, FlatBuckets
+from pyfast.parallel.flat_part import FlatPart
 from pyfast.train.config import OptimizerConfig
 from pyfast.train.parameter_groups import describe_groups, parameter_group
-
-
-def views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    """`flat`, laid out like the bucket's parameters, as one view per parameter name, shaped like the parameter."""
-    return {
-        name: flat[start : start + parameter.numel()].view(parameter.shape)
-        for name, parameter, start in zip(bucket.names, bucket.parameters, bucket.offsets, strict=True)
-    }
 
 
 class FlatOptimizer:
@@ -35,6 +29,7 @@ class FlatOptimizer:
 
     def __init__(self, buckets: FlatBuckets, config: OptimizerConfig):
         self.buckets = buckets.buckets
+        self.update_parameters = buckets.update_parameters
         self.config = config
         self.steps = 0
         self._state: list[dict[str, Tensor]] = [self._new_state(bucket) for bucket in self.buckets]
@@ -44,36 +39,38 @@ class FlatOptimizer:
         return self.kinds
 
     def _new_state(self, bucket: Bucket) -> dict[str, Tensor]:
-        state = {kind: torch.zeros_like(bucket.main_grad) for kind in self.kinds_of(bucket)}
-        if bucket.data.dtype != bucket.main_grad.dtype:
-            state["master"] = bucket.data.to(bucket.main_grad.dtype)
+        state = {kind: torch.zeros_like(bucket.grad_shard) for kind in self.kinds_of(bucket)}
+        if bucket.data.dtype != bucket.grad_shard.dtype:
+            state["master"] = bucket.data_shard.to(bucket.grad_shard.dtype)
         return state
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_scale: float = 1.0) -> None:
-        """Update every parameter from its main_grad times `grad_scale`."""
+        """Update every parameter from its gradient times `grad_scale`."""
         self.steps += 1
         for bucket, state in zip(self.buckets, self._state, strict=True):
             group = bucket.key
             decay = self.config.weight_decay if group.weight_decay is None else group.weight_decay
             self._update(bucket, state, learning_rate * group.rate, grad_scale, decay)
+        self.update_parameters()
 
     def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
         raise NotImplementedError
 
-    def state_by_name(self) -> dict[str, dict[str, Tensor]]:
-        """kind -> parameter name -> view of this rank's state, of the parameter's local shape."""
-        result: dict[str, dict[str, Tensor]] = {}
+    def state_by_name(self) -> dict[str, dict[str, Tensor | FlatPart]]:
+        """kind -> parameter name -> view of this rank's state, of the parameter's local shape; its part where ranks
+        share the state out."""
+        result: dict[str, dict[str, Tensor | FlatPart]] = {}
         for bucket, state in zip(self.buckets, self._state, strict=True):
             for kind, flat in state.items():
-                result.setdefault(kind, {}).update(views(bucket, flat))
+                result.setdefault(kind, {}).update(bucket.views(flat))
         return result
 
     def reset_masters(self) -> None:
         """Take the parameters as they are into the master copies, after they were set from outside."""
         for bucket, state in zip(self.buckets, self._state, strict=True):
             if "master" in state:
-                state["master"].copy_(bucket.data)
+                state["master"].copy_(bucket.data_shard)
 
 
 class AdamW(FlatOptimizer):
@@ -84,8 +81,8 @@ class AdamW(FlatOptimizer):
     def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
         config = self.config
         ops.adamw_(
-            bucket.data,
-            bucket.main_grad,
+            bucket.data_shard,
+            bucket.grad_shard,
             state["exp_avg"],
             state["exp_avg_sq"],
             step=self.steps,
@@ -106,15 +103,15 @@ class SGD(FlatOptimizer):
         super().__init__(buckets, config)
 
     def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
-        weights = state.get("master", bucket.data)
-        step = bucket.main_grad.mul_(grad_scale) if grad_scale != 1.0 else bucket.main_grad
+        weights = state.get("master", bucket.data_shard)
+        step = bucket.grad_shard.mul_(grad_scale) if grad_scale != 1.0 else bucket.grad_shard
         if decay:
             step.add_(weights, alpha=decay)
         if self.config.momentum:
             step = state["momentum"].mul_(self.config.momentum).add_(step)
         weights.add_(step, alpha=-rate)
-        if weights is not bucket.data:
-            bucket.data.copy_(weights)
+        if weights is not bucket.data_shard:
+            bucket.data_shard.copy_(weights)
 
 
 def make_optimizer(buckets: FlatBuckets, config: OptimizerConfig) -> FlatOptimizer:
@@ -124,4 +121,4 @@ def make_optimizer(buckets: FlatBuckets, config: OptimizerConfig) -> FlatOptimiz
     return {"adamw": AdamW, "sgd": SGD, "muon": Muon}[config.name](buckets, config)
 
 
-__all__ = ["AdamW", "FlatOptimizer", "SGD", "describe_groups", "make_optimizer", "parameter_group", "views"]
+__all__ = ["AdamW", "FlatOptimizer", "SGD", "describe_groups", "make_optimizer", "parameter_group"]

@@ -212,7 +212,8 @@ def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer | None, scalars:
 def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: ParallelMesh) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint; one without optimizer state (a converted model) starts it anew.
 
-    Returns the plain values that were saved beside the tensors.
+    Any layout and any stage of ZeRO reads what any other wrote. Returns the plain values that were saved beside the
+    tensors.
     """
     from pyfast.parallel import load
 
@@ -223,6 +224,8 @@ def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: Par
         load(path, state, mesh)
     if state.optimizer_state is None:
         optimizer.reset_masters()
+    else:
+        optimizer.update_parameters()  # of which a rank that shares its masters out has read only its stretch
     optimizer.steps = state.scalars.get("optimizer_steps", 0)
     return state.scalars
 

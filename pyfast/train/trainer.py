@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from pyfast.models import Transformer
-from pyfast.parallel import FlatBuckets, ParallelMesh, check_replicas, clip_coefficient
+from pyfast.parallel import ParallelMesh, check_replicas, clip_coefficient, make_buckets
+from pyfast.parallel.flat_part import FlatPart
 from pyfast.train.config import TrainConfig, resolve
 from pyfast.train.data import load_dataset
 from pyfast.train.errors import NonFiniteLoss, TrainingError, as_training_error
@@ -143,9 +144,10 @@ class Trainer:
             recompute_every=config.train.recompute_every,
         )
         check_matches(self.model.named_parameters(), config.optimizer)
-        self.buckets = FlatBuckets(
-            self.model.named_parameters(),
+        self.buckets = make_buckets(
+            self.model,
             self.mesh,
+            stage=config.parallel.zero,
             group_of=lambda name, p: parameter_group(name, p, config.optimizer),
         )
         self.optimizer = make_optimizer(self.buckets, config.optimizer)
@@ -206,6 +208,7 @@ class Trainer:
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 self._save()
         self._save()
+        self.buckets.wait_for_parameters()
         status = FINISHED if self.step == config.train.steps else STOPPED
         return FitResult(status, self.step, self.saved, first, last, time.perf_counter() - began, recent)
 
@@ -268,6 +271,7 @@ class Trainer:
                 pending = group.all_reduce(total, name="loss", async_op=True)
             self.buckets.start_micro_batch(last=last)
             loss.backward(scale.to(loss.dtype))
+            self.buckets.end_micro_batch()
         pending.wait()
         self.buckets.finish()
         return float(total)
@@ -276,8 +280,8 @@ class Trainer:
         """Raise `NonFiniteLoss`, the same on every rank, naming the first parameter whose gradient is not finite."""
         names = [
             name
-            for name, parameter in self.model.named_parameters()
-            if not bool(torch.isfinite(self.buckets.main_grad(parameter)).all())
+            for name, part in self.buckets.gradient_parts().items()
+            if not bool(torch.isfinite(part.tensor if isinstance(part, FlatPart) else part).all())
         ]
         order = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
         found = [name for part in self.mesh.group("world").all_gather_object(names, name="non-finite") for name in part]
@@ -298,6 +302,7 @@ class Trainer:
 
     def _check_replicas(self, when: str) -> None:
         """Raise `TrainingError`, alike on all ranks, naming the tensors, groups and ranks whose copies differ."""
+        self.buckets.wait_for_parameters()
         try:
             check_replicas(self.model.named_parameters(), self.mesh)
         except RuntimeError as error:
@@ -323,6 +328,7 @@ class Trainer:
         }
         from pyfast.parallel import save
 
+        self.buckets.wait_for_parameters()
         with checkpoint_errors():  # such as a full disk; the checkpoints before are intact
             self.saved = save(
                 directory,

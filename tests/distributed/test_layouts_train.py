@@ -9,7 +9,9 @@ import pytest
 
 STEPS = 10
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-LAYOUTS = [(1, 2, 1), (2, 1, 2), (2, 2, 1), (4, 1, 4), (1, 4, 2), (4, 2, 2)]  # tensor, data, micro_batch
+# tensor, data, micro_batch, zero
+LAYOUTS = [(1, 2, 1, 0), (2, 1, 2, 0), (2, 2, 1, 0), (4, 1, 4, 0), (1, 4, 2, 0), (4, 2, 2, 0)]
+LAYOUTS += [(1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 2, 1), (2, 2, 1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,14 @@ def texts(tmp_path_factory) -> Path:
 
 
 def train(
-    rank: int, world_size: int, path: str, tensor: int, micro_batch: int, dtypes: list[str], directory: str
+    rank: int,
+    world_size: int,
+    path: str,
+    tensor: int,
+    micro_batch: int,
+    dtypes: list[str],
+    directory: str,
+    zero: int = 0,
 ) -> list:
     """Losses and gradient norms of each step for each dtype, as rank 0 wrote them; and whether all replicas agree."""
     from pyfast.parallel import check_replicas
@@ -39,7 +48,7 @@ def train(
             {
                 "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 4, "ffn_width": 48, "qk_norm": True},
                 "data": {"paths": path, "mask_prompt": True},
-                "parallel": {"tensor": tensor},
+                "parallel": {"tensor": tensor, "zero": zero},
                 "train": {
                     "steps": STEPS,
                     "sequence_length": 24,
@@ -75,12 +84,12 @@ def one_process(texts, tmp_path_factory):
     return train(0, 1, str(texts), 1, 8, list(TOLERANCE), directory)
 
 
-@pytest.mark.parametrize("tensor, data, micro_batch", LAYOUTS)
+@pytest.mark.parametrize("tensor, data, micro_batch, zero", LAYOUTS)
 def test_every_layout_and_micro_batch_gives_the_loss_and_norm_of_one_process(
-    ranks, one_process, texts, tmp_path, tensor, data, micro_batch
+    ranks, one_process, texts, tmp_path, tensor, data, micro_batch, zero
 ):
     answers = ranks.run(
-        train, tensor * data, str(texts), tensor, micro_batch, list(TOLERANCE), str(tmp_path), timeout=120
+        train, tensor * data, str(texts), tensor, micro_batch, list(TOLERANCE), str(tmp_path), zero, timeout=120
     )
     for (dtype, tolerance), ours, reference in zip(TOLERANCE.items(), answers[0], one_process, strict=True):
         assert len(ours) == STEPS
@@ -95,7 +104,16 @@ def test_the_reference_learns_and_is_clipped(one_process):
         assert max(norm for _, norm in losses) > 1.0
 
 
-def resume(rank: int, world_size: int, path: str, tensor: int, directory: str, steps: int) -> int:
+def resume(
+    rank: int,
+    world_size: int,
+    path: str,
+    tensor: int,
+    directory: str,
+    steps: int,
+    zero: int = 0,
+    dtype: str = "float32",
+) -> int:
     from pyfast.train.config import from_dict
     from pyfast.train.trainer import Trainer
 
@@ -103,8 +121,8 @@ def resume(rank: int, world_size: int, path: str, tensor: int, directory: str, s
         {
             "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 4, "ffn_width": 48},
             "data": {"paths": path},
-            "parallel": {"tensor": tensor},
-            "train": {"steps": 6, "sequence_length": 24, "micro_batch": 2, "global_batch": 4},
+            "parallel": {"tensor": tensor, "zero": zero},
+            "train": {"steps": 6, "sequence_length": 24, "micro_batch": 2, "global_batch": 4, "dtype": dtype},
             "optimizer": {"warmup_steps": 2},
             "checkpoint": {"every": 3},
             "log": {"directory": directory},
@@ -149,3 +167,28 @@ def test_a_run_goes_on_under_another_layout(ranks, texts, tmp_path):
     assert resume(0, 1, str(texts), 1, parts, 99) == 6
     for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
         assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)
+
+
+def test_a_run_goes_on_under_another_stage_of_zero(ranks, texts, tmp_path):
+    """Tensor parallel x stage 1, then stage 2 of data parallel alone, then one process: as if nothing had changed."""
+    from pyfast.train.metrics import read
+
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    assert resume(0, 1, str(texts), 1, whole, 99, 0, "float64") == 6
+    assert ranks.run(resume, 4, str(texts), 2, parts, 2, 1, "float64") == [2] * 4
+    assert ranks.run(resume, 2, str(texts), 1, parts, 4, 2, "float64") == [4, 4]
+    assert resume(0, 1, str(texts), 1, parts, 99, 0, "float64") == 6
+    for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-10)
+
+
+def test_a_bfloat16_run_under_zero_resumes_with_the_same_bits(ranks, texts, tmp_path):
+    """Only the shards of the float32 masters are stored and read, in another stage than they were written."""
+    from pyfast.train.metrics import read
+
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    assert ranks.run(resume, 2, str(texts), 1, whole, 99, 1, "bfloat16") == [6, 6]
+    assert ranks.run(resume, 2, str(texts), 1, parts, 3, 2, "bfloat16") == [3, 3]
+    assert ranks.run(resume, 2, str(texts), 1, parts, 99, 1, "bfloat16") == [6, 6]
+    for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from pyfast.nn.layout import Layout, MeshLike, get_layout
 from pyfast.parallel.checkpoint.metadata import TensorRecord, dtype_name
+from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.checkpoint.storage import STORABLE_DTYPES
 
 # The optimizer's float32 copy of a low-precision parameter: stored as the parameter itself.
@@ -34,18 +35,19 @@ class CheckpointState:
         parameter's local shape (cut alike) or without dimensions (the same on every rank). None: load the model only
         and pass over whatever optimizer state there is. The kind "master" is stored *as* the parameter: it is the
         truth, the parameter its rounding. When loading, a master is filled from the stored parameter whatever its
-        dtype, and the parameter is the master rounded.
+        dtype, and the parameter is the master rounded. Where data-parallel ranks share the state out (ZeRO) a tensor is
+        a FlatPart, this rank's stretch of it; after `load` such a rank has the stretch of its parameters only.
     scalars: whatever is no tensor and equal on all ranks (step, data position, seeds, random state, loss scale):
         None, bool, int, float, str, list, tuple, dict and tensors of up to 1 MiB. `load` replaces the content.
     """
 
-    model_parameters: dict[str, torch.Tensor]
-    optimizer_state: dict[str, dict[str, torch.Tensor]] | None = None
+    model_parameters: dict[str, torch.Tensor | FlatPart]
+    optimizer_state: dict[str, dict[str, torch.Tensor | FlatPart]] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self, mesh: MeshLike) -> dict[str, LocalPart]:
         """Stored name -> this rank's part of it. ValueError for a tensor that does not fit its Layout."""
-        cuts = {name: _Cut.of(get_layout(p), mesh) for name, p in self.model_parameters.items()}
+        cuts = {name: _Cut.of(_layout_of(p), mesh) for name, p in self.model_parameters.items()}
         masters = self._masters()
         result = {}
         for name, parameter in self.model_parameters.items():
@@ -58,18 +60,29 @@ class CheckpointState:
                     raise ValueError(f"optimizer_state[{kind!r}]: {name!r} is not among model_parameters")
                 if kind != MASTER:
                     stored = f"optimizer.{kind}.{name}"
-                    cut = _Cut.of(Layout(()), mesh) if tensor.dim() == 0 else cuts[name]
+                    scalar = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
+                    cut = _Cut.of(Layout(()), mesh) if scalar else cuts[name]
                     result[stored] = LocalPart(stored, tensor, cut)
         return result
 
-    def _masters(self) -> dict[str, torch.Tensor]:
+    def _masters(self) -> dict[str, torch.Tensor | FlatPart]:
         return (self.optimizer_state or {}).get(MASTER, {})
+
+    def _with_masters(self) -> Iterable[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, what this rank's master is the master of, master) of every parameter that has one."""
+        for name, master in self._masters().items():
+            parameter = self.model_parameters[name]
+            if not isinstance(master, FlatPart):
+                yield name, parameter.detach(), master.detach()
+            elif isinstance(parameter, FlatPart):
+                yield name, parameter.tensor, master.tensor
+            else:
+                yield name, master.of(parameter.detach()), master.tensor
 
     def check_masters(self) -> None:
         """ValueError unless each parameter is its master rounded: only the master is stored."""
-        for name, master in self._masters().items():
-            parameter = self.model_parameters[name].detach()
-            if not torch.allclose(parameter, master.detach().to(parameter.dtype), rtol=0, atol=0, equal_nan=True):
+        for name, parameter, master in self._with_masters():
+            if not torch.allclose(parameter, master.to(parameter.dtype), rtol=0, atol=0, equal_nan=True):
                 raise ValueError(
                     f"parameter {name!r} is not its master rounded to {dtype_name(parameter.dtype)}: the master alone "
                     "is stored. Update the master too when you change a parameter."
@@ -78,10 +91,14 @@ class CheckpointState:
     def finish_load(self, scalars: dict[str, Any]) -> None:
         """After the tensors were read: parameters from their masters, and the scalars."""
         with torch.no_grad():
-            for name, master in self._masters().items():
-                self.model_parameters[name].copy_(master)
+            for _, parameter, master in self._with_masters():
+                parameter.copy_(master)
         self.scalars.clear()
         self.scalars.update(scalars)
+
+
+def _layout_of(parameter: torch.Tensor | FlatPart) -> Layout:
+    return parameter.layout if isinstance(parameter, FlatPart) else get_layout(parameter)
 
 
 @dataclass(frozen=True)
@@ -104,10 +121,12 @@ class _Cut:
 class LocalPart:
     """One rank's part of a named tensor, in the form torch.distributed.checkpoint plans with (`_Checkpointable`)."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, cut: _Cut) -> None:
-        if tuple(tensor.shape) != cut.local_shape:
+    def __init__(self, name: str, tensor: torch.Tensor | FlatPart, cut: _Cut) -> None:
+        part, tensor = (tensor, tensor.tensor) if isinstance(tensor, FlatPart) else (None, tensor)
+        shape = tuple(tensor.shape) if part is None else part.shape
+        if shape != cut.local_shape:
             raise ValueError(
-                f"{name}: this rank's tensor has shape {tuple(tensor.shape)}; its layout (unsharded "
+                f"{name}: this rank's tensor has shape {shape}; its layout (unsharded "
                 f"{tuple(cut.layout.shape)}) gives it {cut.local_shape}"
             )
         if tensor.layout != torch.strided or dtype_name(tensor.dtype) not in STORABLE_DTYPES:
@@ -118,7 +137,8 @@ class LocalPart:
         self.tensor = tensor
         self.layout = cut.layout
         self.global_shape = torch.Size(cut.layout.shape)
-        self._parts = {chunk.offsets: (chunk, part) for chunk, part in self._boxes(cut)}
+        boxes = self._boxes(cut) if part is None else _boxes_of_part(part, cut)
+        self._parts = {chunk.offsets: (chunk, part) for chunk, part in boxes}
 
     def _boxes(self, cut: _Cut) -> Iterable[tuple[ChunkStorageMetadata, torch.Tensor]]:
         if self.global_shape.numel() == 0:  # nothing to cut: one empty chunk stands for the tensor
@@ -150,6 +170,19 @@ class LocalPart:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._parts[index.offset][1]
+
+
+def _boxes_of_part(part: FlatPart, cut: _Cut) -> Iterable[tuple[ChunkStorageMetadata, torch.Tensor]]:
+    """The boxes of the unsharded tensor that a stretch of the local one fills."""
+    for box, values in part.boxes():
+        for local, full in cut.pieces:
+            low = [max(b.start, here.start) for b, here in zip(box, local, strict=True)]
+            high = [min(b.stop, here.stop) for b, here in zip(box, local, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                inside = tuple(slice(a - b.start, c - b.start) for a, c, b in zip(low, high, box, strict=True))
+                offsets = [there.start + a - here.start for there, a, here in zip(full, low, local, strict=True)]
+                chunk = values[inside]
+                yield ChunkStorageMetadata(torch.Size(offsets), chunk.shape), chunk
 
 
 def layout_to_json(layout: Layout) -> list[dict[str, Any]]:

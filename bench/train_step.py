@@ -9,6 +9,7 @@ speed hits all of them alike. A layout is
     one         rank 0 trains alone, rank 1 sleeps
     baseline    both ranks train the whole batch, each by itself: what sharing the machine costs, with no communication
     tp2, dp2    the two ranks train it together; `dp2` takes half of the batch each
+    zero1, zero2    dp2 with the optimizer's state shared out, and the gradients too
     torch       one process on rank 0 alone, written with torch's own modules and torch.optim.AdamW(fused=True)
     torch-ddp   the same under torch.nn.parallel.DistributedDataParallel on both ranks
 
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 
 from pyfast.comm import bootstrap
 from pyfast.models import Transformer, TransformerConfig
-from pyfast.parallel import FlatBuckets, ParallelConfig, ParallelMesh
+from pyfast.parallel import ParallelConfig, ParallelMesh, make_buckets
 from pyfast.train.config import OptimizerConfig
 from pyfast.train.optimizer import make_optimizer, parameter_group
 
@@ -44,7 +45,14 @@ MODEL = TransformerConfig(
     tied_embeddings=False,
 )  # fmt: skip
 BATCH, SEQUENCE, LEARNING_RATE = 4, 256, 1e-3
-LAYOUTS = ("one", "baseline", "tp2", "dp2", "torch", "torch-ddp")
+LAYOUTS = ("one", "baseline", "tp2", "dp2", "zero1", "zero2", "torch", "torch-ddp")
+# of the layouts that two ranks train together
+PARALLEL = {
+    "tp2": ParallelConfig(tensor=2),
+    "dp2": ParallelConfig(data=2),
+    "zero1": ParallelConfig(data=2, zero=1),
+    "zero2": ParallelConfig(data=2, zero=2),
+}
 Step = Callable[[], float]
 
 
@@ -66,15 +74,18 @@ def tokens(begin: int, end: int) -> tuple[Tensor, Tensor]:
 # ---- pyfast --------------------------------------------------------------------------------------------------------
 
 
-def pyfast_step(mesh: ParallelMesh) -> Step:
-    """A training step on `mesh`: this rank's rows of the batch, reduction, AdamW. Returns the mean loss."""
+def pyfast_step(mesh: ParallelMesh, zero: int = 0) -> Step:
+    """A training step on `mesh`: this rank's rows of the batch, reduction, AdamW. Returns the mean loss.
+
+    zero: stage of ZeRO.
+    """
     rows = BATCH // mesh.size("dp")
     ids, labels = (t.flatten() for t in tokens(mesh.coordinate("dp") * rows, (mesh.coordinate("dp") + 1) * rows))
     cu_seqlens = torch.arange(0, rows * SEQUENCE + 1, SEQUENCE, dtype=torch.int32)
     positions = torch.arange(SEQUENCE).repeat(rows)
     model = Transformer(MODEL, mesh=mesh)
     model.initialize(seed=0)
-    buckets = FlatBuckets(model.named_parameters(), mesh, group_of=parameter_group)
+    buckets = make_buckets(model, mesh, stage=zero, group_of=parameter_group)
     optimizer = make_optimizer(buckets, OptimizerConfig(name="adamw", learning_rate=LEARNING_RATE))
     scale = torch.tensor(1.0 / (BATCH * SEQUENCE))
 
@@ -182,9 +193,9 @@ def torch_step(rank: int, ranks: int) -> Step:
 
 def make_step(layout: str, rank: int) -> Step | None:
     """What `rank` does in one step of `layout`; None: nothing."""
-    if layout in ("tp2", "dp2"):
-        config = ParallelConfig(tensor=2) if layout == "tp2" else ParallelConfig(data=2)
-        return pyfast_step(ParallelMesh.create(config, rank=rank, world_size=2))
+    if layout in PARALLEL:
+        config = PARALLEL[layout]
+        return pyfast_step(ParallelMesh.create(config, rank=rank, world_size=2), config.zero)
     if layout == "torch-ddp":
         return torch_step(rank, 2)
     if layout == "baseline":

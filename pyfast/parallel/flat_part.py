@@ -1,6 +1,6 @@
-"""A stretch of a tensor's elements in row-major order: what a rank holds of a tensor that lies in a sharded flat buffer.
+"""A stretch of a tensor's elements in row-major order: what a rank has of a tensor that lies in a shared-out buffer.
 
-Such a stretch is no rectangle of the tensor, but a few of them: a part of the first row, whole rows, a part of the last.
+Such a stretch is no rectangle of the tensor, but a few: a part of the first row, whole rows, a part of the last.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Zero1Buckets(FlatBuckets):
 
 
 class Zero2Buckets(Zero1Buckets):
-    """Stage 2: a bucket's gradients exist in full only while they come in; then the sums are added to each rank's shard.
+    """Stage 2: a bucket's gradients are whole only while they come in; then their sums are added to the ranks' shards.
 
     This happens in every micro-batch: a bucket that is not complete when its backward ends is reduced with zeros in
     place of what is missing.

@@ -139,8 +139,8 @@ def test_keys_of_later_releases_are_refused_by_name(key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("tensor", 0), ("tensor", 2.0), ("tensor", True), ("data", -1), ("order", "tp-dp"), ("zero", 4), ("zero", True),
-                       ("order", "tp-cp-pp-dp-dp")],
+    ("key", "value"), [("tensor", 0), ("tensor", 2.0), ("tensor", True), ("data", -1), ("order", "tp-dp"),
+                       ("order", "tp-cp-pp-dp-dp"), ("zero", 4), ("zero", True)],
 )  # fmt: skip
 def test_impossible_values_are_refused_by_name(key, value):
     with pytest.raises(ValueError, match=rf"parallel\.{key}: is .* must"):

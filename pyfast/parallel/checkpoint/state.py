@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from pyfast.nn.layout import Layout, MeshLike, get_layout
 from pyfast.parallel.checkpoint.metadata import TensorRecord, dtype_name
-from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.checkpoint.storage import STORABLE_DTYPES
+from pyfast.parallel.flat_part import FlatPart
 
 # The optimizer's float32 copy of a low-precision parameter: stored as the parameter itself.
 MASTER = "master"

@@ -46,9 +46,9 @@ class ZeroOptimizer:
             into flat buffers: do not cast or move it afterwards, and write values with `copy_`.
         mesh: whose "dp" and "cp" ranks share the work; parameters may be cut over others, as their `Layout` says.
         stage: 0: every rank holds everything; 1: optimizer state and float32 masters are shared out; 2: gradients too.
-        optimizer: "adamw" or "sgd".
+        optimizer: "adamw", "sgd" or "muon" (for matrices that are no embedding or head; AdamW for the rest).
         lr: learning rate; set the attribute `lr` to change it.
-        weight_decay: decoupled for adamw, L2 for sgd; of matrices only, unless `decay_all`.
+        weight_decay: decoupled for adamw and muon, L2 for sgd; of matrices only, unless `decay_all`.
         betas, eps: of adamw. momentum: of sgd.
         bucket_mb: size of a bucket's gradients in MiB.
 
@@ -87,7 +87,7 @@ class ZeroOptimizer:
             model,
             mesh,
             stage=stage,
-            group_of=lambda name, p: parameter_group(name, p, decay_all=decay_all),
+            group_of=lambda name, p: parameter_group(name, p, config),
             bucket_bytes=int(bucket_mb * (1 << 20)),
         )
         self._rule = make_optimizer(self.buckets, config)

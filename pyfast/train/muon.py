@@ -76,7 +76,9 @@ class Muon(AdamW):
             if mine.stop > mine.start or self._is_cut(parameter):  # the other ranks of a cut matrix need this one
                 part, scale = self._orthogonal(parameter, whole[slot.place].view(parameter.shape))
                 inside = part.reshape(-1)[mine.start - slot.place.start : mine.stop - slot.place.start]
-                weights[mine.start - bucket.shard.start : mine.stop - bucket.shard.start].add_(inside, alpha=-rate * scale)
+                weights[mine.start - bucket.shard.start : mine.stop - bucket.shard.start].add_(
+                    inside, alpha=-rate * scale
+                )
         if weights is not bucket.data_shard:
             bucket.data_shard.copy_(weights)
         return None

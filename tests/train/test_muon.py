@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pyfast.models import Transformer, TransformerConfig
-from pyfast.parallel import FlatBuckets, ParallelConfig, ParallelMesh, check_replicas
+from pyfast.parallel import FlatBuckets, ParallelConfig, ParallelMesh, check_replicas, make_buckets
 from pyfast.train.config import OptimizerConfig
 from pyfast.train.muon import orthogonal
 from pyfast.train.optimizer import make_optimizer
@@ -17,21 +17,23 @@ MODEL = dict(layers=2, width=32, heads=4, kv_heads=4, ffn_width=48, vocab=61, ma
 STEPS, RATE, DECAY = 3, 0.02, 0.1
 
 
-def train(dtype=torch.float64, mesh=None, config=None):
+def train(dtype=torch.float64, mesh=None, config=None, stage=0):
     """A model after some steps on one batch, and its optimizer."""
     config = config or OptimizerConfig(name="muon", weight_decay=DECAY, beta2=0.9)
     mesh = mesh or ParallelMesh.single()
     model = Transformer(TransformerConfig(**MODEL), dtype=dtype, mesh=mesh)
     group_of = lambda name, p: parameter_group(name, p, config)  # noqa: E731
-    buckets = FlatBuckets(model.named_parameters(), mesh, group_of=group_of, bucket_bytes=20_000)
+    buckets = make_buckets(model, mesh, stage=stage, group_of=group_of, bucket_bytes=20_000)
     optimizer = make_optimizer(buckets, config)
     ids = torch.randint(0, 61, (4, 21), generator=torch.Generator().manual_seed(3))
     ids = ids[mesh.coordinate("dp") :: mesh.size("dp")]
     for _ in range(STEPS):
         buckets.start_micro_batch(last=True)
         (model.loss(ids[:, :-1], ids[:, 1:]) / 80).backward()
+        buckets.end_micro_batch()
         buckets.finish()
         optimizer.step(RATE)
+    buckets.wait_for_parameters()
     return model, optimizer
 
 
@@ -84,19 +86,21 @@ def test_bfloat16_moves_through_a_float32_master():
         assert torch.equal(p.detach(), masters[name].bfloat16())
 
 
-def whole_weights(rank: int, world_size: int, tensor: int):
+def whole_weights(rank: int, world_size: int, tensor: int, stage: int):
     from pyfast.nn.layout import get_layout
 
     mesh = ParallelMesh.create(ParallelConfig(tensor=tensor), rank=rank, world_size=world_size)
-    model, _ = train(mesh=mesh)
+    model, _ = train(mesh=mesh, stage=stage)
     check_replicas(model.named_parameters(), mesh)
     return {name: get_layout(p).unshard(p.detach(), mesh) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("tensor, world_size", [(2, 2), (4, 4), (2, 4)])
-def test_every_layout_takes_the_same_steps(ranks, tensor, world_size):
+@pytest.mark.parametrize(
+    "tensor, world_size, stage", [(2, 2, 0), (4, 4, 0), (2, 4, 0), (1, 2, 1), (2, 4, 1), (1, 4, 2), (2, 4, 2)]
+)
+def test_every_layout_takes_the_same_steps(ranks, tensor, world_size, stage):
     expected = {name: p.detach() for name, p in train()[0].named_parameters()}
-    for weights in ranks.run(whole_weights, world_size, tensor):
+    for weights in ranks.run(whole_weights, world_size, tensor, stage):
         for name, p in expected.items():
             torch.testing.assert_close(weights[name], p, rtol=1e-10, atol=1e-10, msg=name)
 

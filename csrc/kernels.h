@@ -102,6 +102,8 @@ struct SwigluBackward {
 
 // One AdamW step over flat memory, in place; see adamw.cpp for the formula. Moments and master are float32 (float64 for
 // f64); master may be null (always for f32 and f64): the weights are then read from and written to param alone.
+// moments_are_bf16 (not for f64): moments are bf16, rounded stochastically by random bits that are a function of
+// (key0, key1, first + position) alone.
 struct AdamW {
   DType dtype;        // of param
   bool grad_is_wide;  // the gradient is float32 (float64 for f64); otherwise it has param's dtype
@@ -112,6 +114,11 @@ struct AdamW {
   void* master;
   int64_t size;
   double beta1, beta2, decay, step_size, inverse_root_bias, eps, grad_scale;
+  bool moments_are_bf16;
+  uint32_t key0, key1;
+  int64_t first;
+  const int64_t* places;  // [place_count][2]: (start, index) pairs, or null: index and position are the same
+  int64_t place_count;
   int threads;
 };
 

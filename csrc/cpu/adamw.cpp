@@ -6,6 +6,10 @@
 // with decay = lr weight_decay, step_size = lr / (1 - beta1^t), inverse_root_bias = (1 - beta2^t)^(-1/2), computed in
 // double by the caller. A value's bits depend on its own inputs only: every value, the last partial vector too, goes
 // through the one compiled loop in update(), so a flat buffer may be cut anywhere and given to any number of threads.
+//
+// Moments may be bf16: half of what moves. Rounded to nearest they would stop moving (a change of v by 5 % of g^2 is
+// often less than half a bf16 step), so they are rounded up or down at random, with the chances that keep the mean. The
+// random bits are a hash of the value's place in the whole buffer: they do not depend on threads or cuts either.
 #include <cstring>
 
 #include "parallel.h"
@@ -48,20 +52,56 @@ PF_INLINE vec_t<C> multiply_add(vec_t<C> a, vec_t<C> b, vec_t<C> c) {
 #endif
 }
 
-// P: storage of the parameter, G: of the gradient. `master` holds the weights in C, or is null: then param does.
-template <class P, class G>
+PF_INLINE uint_vec mix(uint_vec x) {  // the finalizer of MurmurHash3 (Appleby)
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+// 32 random bits for each of the values at index, index + 1, ...
+PF_INLINE uint_vec random_bits(uint64_t index, uint32_t key0, uint32_t key1) {
+  uint_vec lane;
+  for (int i = 0; i < Vec<float>::size; ++i) lane[i] = uint32_t(i);
+  const uint_vec low = lane + uint32_t(index);
+  const auto wrapped = low < uint_vec{} + uint32_t(index);  // all ones, that is -1, where the low half passed 2^32
+  uint_vec carry;
+  std::memcpy(&carry, &wrapped, sizeof(carry));
+  const uint_vec high = uint32_t(index >> 32) - carry;
+  return mix(mix(low ^ key0) + high * 0x9e3779b9u + key1);
+}
+
+// Store with the low 16 bits of `random` added below the kept bits. What bf16 holds exactly, infinities among it, stays;
+// NaN stays NaN.
+PF_INLINE void store_randomly(bf16* target, vec_t<float> value, uint_vec random) {
+  uint_vec bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits += random & 0xffffu;
+  bits &= 0xffff0000u;
+  auto is_nan = value != value;
+  uint_vec mask, original;
+  std::memcpy(&mask, &is_nan, sizeof(mask));
+  std::memcpy(&original, &value, sizeof(original));
+  bits = (bits & ~mask) | (original & mask);
+  vec_t<float> rounded;
+  std::memcpy(&rounded, &bits, sizeof(bits));
+  store(target, rounded);
+}
+
+// P: storage of the parameter, G: of the gradient, M: of the moments. `master` holds the weights in C, or is null: then param does.
+template <class P, class G, class M>
 struct Arrays {
   using C = compute_t<P>;
   P* param;
   const G* grad;
-  C* exp_avg;
-  C* exp_avg_sq;
+  M* exp_avg;
+  M* exp_avg_sq;
   C* master;
+  uint64_t first;  // index of the first value in the whole buffer
 };
 
 // size is a multiple of the vector's length.
-template <class P, class G, bool kMaster>
-__attribute__((noinline)) void update(const Arrays<P, G>& a, int64_t size, const AdamW& s) {
+template <class P, class G, class M, bool kMaster>
+__attribute__((noinline)) void update(const Arrays<P, G, M>& a, int64_t size, const AdamW& s) {
   using C = compute_t<P>;
   constexpr int L = Vec<C>::size;
   const C beta1 = s.beta1, rest1 = 1.0 - s.beta1, beta2 = s.beta2, rest2 = 1.0 - s.beta2;
@@ -78,47 +118,71 @@ __attribute__((noinline)) void update(const Arrays<P, G>& a, int64_t size, const
       w = load(a.param + i);
     // Not (1 - decay) w: rounding that factor would change a small decay by percents.
     w -= w * decay + m * step_size / (square_root<C>(v) * inverse_root_bias + eps);
-    store(a.exp_avg + i, m);
-    store(a.exp_avg_sq + i, v);
+    if constexpr (std::is_same_v<M, C>) {
+      store(a.exp_avg + i, m);
+      store(a.exp_avg_sq + i, v);
+    } else {
+      const uint_vec random = random_bits(a.first + uint64_t(i), s.key0, s.key1);
+      store_randomly(a.exp_avg + i, m, random);
+      store_randomly(a.exp_avg_sq + i, v, random >> 16);
+    }
     if constexpr (kMaster) store(a.master + i, w);
     store(a.param + i, w);
   }
 }
 
-template <class P, class G, bool kMaster>
-void update_range(const Arrays<P, G>& a, int64_t size, const AdamW& s) {
+template <class P, class G, class M, bool kMaster>
+void update_range(const Arrays<P, G, M>& a, int64_t size, const AdamW& s) {
   using C = compute_t<P>;
   constexpr int L = Vec<C>::size;
   const int64_t tail = size % L, whole = size - tail;
-  update<P, G, kMaster>(a, whole, s);
+  update<P, G, M, kMaster>(a, whole, s);
   if (!tail) return;
   P param[L] = {};
   G grad[L] = {};
-  C exp_avg[L] = {}, exp_avg_sq[L] = {}, master[L] = {};
+  M exp_avg[L] = {}, exp_avg_sq[L] = {};
+  C master[L] = {};
   std::memcpy(param, a.param + whole, tail * sizeof(P));
   std::memcpy(grad, a.grad + whole, tail * sizeof(G));
-  std::memcpy(exp_avg, a.exp_avg + whole, tail * sizeof(C));
-  std::memcpy(exp_avg_sq, a.exp_avg_sq + whole, tail * sizeof(C));
+  std::memcpy(exp_avg, a.exp_avg + whole, tail * sizeof(M));
+  std::memcpy(exp_avg_sq, a.exp_avg_sq + whole, tail * sizeof(M));
   if (kMaster) std::memcpy(master, a.master + whole, tail * sizeof(C));
-  update<P, G, kMaster>({param, grad, exp_avg, exp_avg_sq, master}, L, s);
+  update<P, G, M, kMaster>({param, grad, exp_avg, exp_avg_sq, master, a.first + uint64_t(whole)}, L, s);
   std::memcpy(a.param + whole, param, tail * sizeof(P));
-  std::memcpy(a.exp_avg + whole, exp_avg, tail * sizeof(C));
-  std::memcpy(a.exp_avg_sq + whole, exp_avg_sq, tail * sizeof(C));
+  std::memcpy(a.exp_avg + whole, exp_avg, tail * sizeof(M));
+  std::memcpy(a.exp_avg_sq + whole, exp_avg_sq, tail * sizeof(M));
   if (kMaster) std::memcpy(a.master + whole, master, tail * sizeof(C));
 }
 
-template <class P, class G>
+// Index of the value at `position`; shortens *end to where its run of indices does.
+uint64_t place_of(const AdamW& s, int64_t position, int64_t* end) {
+  const int64_t place = s.first + position;
+  if (!s.places) return uint64_t(place);
+  int64_t low = 0, high = s.place_count;  // the last start <= place lies in [low, high)
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (s.places[2 * middle] <= place ? low : high) = middle;
+  }
+  if (high < s.place_count) *end = std::min(*end, s.places[2 * high] - s.first);
+  return uint64_t(s.places[2 * low + 1] + (place - s.places[2 * low]));
+}
+
+template <class P, class G, class M>
 void run(const AdamW& s) {
   using C = compute_t<P>;
   parallel_ranges(s.size, kGrain, s.threads, [&](int64_t begin, int64_t end) {
-    C* master = static_cast<C*>(s.master);
-    Arrays<P, G> a{static_cast<P*>(s.param) + begin, static_cast<const G*>(s.grad) + begin,
-                   static_cast<C*>(s.exp_avg) + begin, static_cast<C*>(s.exp_avg_sq) + begin,
-                   master ? master + begin : nullptr};
-    if constexpr (!std::is_same_v<P, C>) {
-      if (master) return update_range<P, G, true>(a, end - begin, s);
+    for (int64_t from = begin, to; from < end; from = to) {
+      to = end;
+      const uint64_t index = place_of(s, from, &to);
+      C* master = static_cast<C*>(s.master);
+      Arrays<P, G, M> a{static_cast<P*>(s.param) + from, static_cast<const G*>(s.grad) + from,
+                        static_cast<M*>(s.exp_avg) + from, static_cast<M*>(s.exp_avg_sq) + from,
+                        master ? master + from : nullptr, index};
+      if (master && !std::is_same_v<P, C>)
+        update_range<P, G, M, !std::is_same_v<P, C>>(a, to - from, s);
+      else
+        update_range<P, G, M, false>(a, to - from, s);
     }
-    update_range<P, G, false>(a, end - begin, s);
   });
 }
 
@@ -127,10 +191,14 @@ void run(const AdamW& s) {
 void adamw(const AdamW& s) {
   with_dtype(s.dtype, [&](auto* tag) {
     using P = std::decay_t<decltype(*tag)>;
+    using C = compute_t<P>;
+    if constexpr (std::is_same_v<C, float>) {
+      if (s.moments_are_bf16) return s.grad_is_wide ? run<P, C, bf16>(s) : run<P, P, bf16>(s);
+    }
     if (s.grad_is_wide)
-      run<P, compute_t<P>>(s);
+      run<P, C, C>(s);
     else
-      run<P, P>(s);
+      run<P, P, C>(s);
   });
 }
 

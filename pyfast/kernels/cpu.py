@@ -12,6 +12,7 @@ import os
 import torch
 from torch import Tensor
 
+from pyfast.kernels import stochastic
 from pyfast.kernels.cpu_attention import (  # noqa: F401
     attention_backward,
     attention_delta,
@@ -234,16 +235,22 @@ def swiglu_backward(dy: Tensor, x: Tensor, up: Tensor | None) -> tuple[Tensor, T
 def adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: int,
     learning_rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: float,
+    seed: int = 0, first_index: int = 0, places: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One AdamW step in place on contiguous tensors of one shape; see `pyfast.ops.adamw_`."""
     if param.dtype == torch.float64:
         grad = grad.double()
-    _C.adamw(
-        DTYPE_CODES[param.dtype], grad.dtype == exp_avg.dtype, param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(), 0 if master is None else master.data_ptr(), param.numel(), beta1, beta2,
-        learning_rate * weight_decay, learning_rate / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps,
-        grad_scale, torch.get_num_threads(),
+    arguments = (
+        DTYPE_CODES[param.dtype], grad.dtype == sum_dtype(param.dtype), param.data_ptr(), grad.data_ptr(),
+        exp_avg.data_ptr(), exp_avg_sq.data_ptr(), 0 if master is None else master.data_ptr(), param.numel(), beta1,
+        beta2, learning_rate * weight_decay, learning_rate / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps,
+        grad_scale,
     )  # fmt: skip
+    if exp_avg.dtype == torch.bfloat16:
+        runs = (0, 0) if places is None else (places.data_ptr(), len(places))
+        _C.adamw_bf16_moments(*arguments, *stochastic.keys(seed, step), first_index, *runs, torch.get_num_threads())
+    else:
+        _C.adamw(*arguments, torch.get_num_threads())
 
 
 def cross_entropy_rows(

@@ -102,11 +102,13 @@ def swiglu_backward(dy: Tensor, x: Tensor, up: Tensor | None) -> tuple[Tensor, T
 def adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: int,
     learning_rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: float,
+    seed: int = 0, first_index: int = 0, places: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `cpu.adamw_`."""
     reference.adamw_(
         param, grad, exp_avg, exp_avg_sq, step=step, learning_rate=learning_rate, betas=(beta1, beta2), eps=eps,
-        weight_decay=weight_decay, master=master, grad_scale=grad_scale,
+        weight_decay=weight_decay, master=master, grad_scale=grad_scale, seed=seed, first_index=first_index,
+        places=places,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyfast.kernels import stochastic
 from pyfast.kernels.runs import rows_of_runs
 
 
@@ -337,10 +338,14 @@ def adamw_(
     weight_decay: float = 0.0,
     master: Tensor | None = None,
     grad_scale: float = 1.0,
+    seed: int = 0,
+    first_index: int = 0,
+    places: Tensor | None = None,
 ) -> None:
     """One AdamW step in place (Loshchilov and Hutter, 2019), decay decoupled from the gradient. `step` counts from 1.
 
-    The weights are read from and written to `master` when it is given; param is then its rounding.
+    The weights are read from and written to `master` when it is given; param is then its rounding. bfloat16 moments are
+    rounded stochastically, by bits of (seed, step, index), index = first_index + position or what `places` makes of it.
     """
     weights = param if master is None else master
     wide = accumulation_dtype(weights.dtype)
@@ -351,6 +356,9 @@ def adamw_(
     denominator = v.sqrt() / math.sqrt(1 - beta2**step) + eps
     updated = weights.to(wide) * (1 - learning_rate * weight_decay)
     updated = updated - learning_rate / (1 - beta1**step) * m / denominator
+    if exp_avg.dtype == torch.bfloat16:
+        bits = stochastic.random_bits(seed, step, stochastic.indices(first_index, m.numel(), places).to(m.device))
+        m, v = stochastic.round_randomly(m, bits), stochastic.round_randomly(v, bits >> 16)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     weights.copy_(updated)

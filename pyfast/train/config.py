@@ -185,6 +185,9 @@ class OptimizerConfig(_Section):
     beta1: float = key(0.9, "adamw: decay of the first moment", least=0.0, most=1.0)
     beta2: float = key(0.95, "adamw: decay of the second moment", least=0.0, most=1.0)
     eps: float = key(1e-8, "adamw: added to the root of the second moment", least=0.0)
+    moments_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "adamw: format of both moments; bfloat16 is rounded stochastically (train.dtype float64 has float64)"
+    )
     momentum: float = key(0.0, "sgd: momentum", least=0.0, most=1.0)
     muon_momentum: float = key(0.95, "muon: momentum", least=0.0, most=1.0)
     muon_steps: int = key(5, "muon: Newton-Schulz steps", least=1, most=99)
@@ -464,6 +467,9 @@ def _check_optimizer(config: TrainConfig) -> None:
         if getattr(optimizer, name) >= 1.0:
             raise ConfigError(f"optimizer.{name}", getattr(optimizer, name), "must be less than 1")
     _check_used(optimizer)
+    if optimizer.moments_dtype != "float32" and config.train.dtype == "float64":
+        why = "is not used with train.dtype = float64, whose moments are float64"
+        raise ConfigError("optimizer.moments_dtype", optimizer.moments_dtype, why, hint="Leave it at float32.")
     try:
         check_groups(optimizer.groups or {}, optimizer.name)
     except ValueError as error:
@@ -483,7 +489,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 def _check_used(optimizer: OptimizerConfig) -> None:
     """Refuse keys that were set but that the chosen rule or schedule does not read: nothing is ignored."""
     default = OptimizerConfig()
-    adamw, muon = {"beta1", "beta2", "eps"}, {"muon_momentum", "muon_steps", "muon_scale"}
+    adamw, muon = {"beta1", "beta2", "eps", "moments_dtype"}, {"muon_momentum", "muon_steps", "muon_scale"}
     unused = {"adamw": {"momentum"} | muon, "sgd": adamw | muon, "muon": {"momentum"}}[optimizer.name]
     reason = {name: f"is not used by optimizer.name = {optimizer.name}" for name in unused}
     if optimizer.schedule != "wsd":

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyfast import ops
 from pyfast.parallel import Bucket, FlatBuckets
 from pyfast.parallel.flat_part import FlatPart
+from pyfast.parallel.places import bucket_places
 from pyfast.train.config import OptimizerConfig
 from pyfast.train.parameter_groups import describe_groups, parameter_group
 
@@ -78,6 +79,20 @@ class AdamW(FlatOptimizer):
 
     kinds = ("exp_avg", "exp_avg_sq")
 
+    def __init__(self, buckets: FlatBuckets, config: OptimizerConfig):
+        super().__init__(buckets, config)
+        self._places = {
+            bucket: bucket_places(bucket, buckets.mesh)
+            for bucket, state in zip(self.buckets, self._state, strict=True)
+            if "exp_avg" in state and state["exp_avg"].dtype == torch.bfloat16
+        }
+
+    def _new_state(self, bucket: Bucket) -> dict[str, Tensor]:
+        state = super()._new_state(bucket)
+        if self.config.moments_dtype == "bfloat16" and "exp_avg" in state:
+            state.update({kind: state[kind].bfloat16() for kind in AdamW.kinds})
+        return state
+
     def _update(self, bucket: Bucket, state: dict[str, Tensor], rate: float, grad_scale: float, decay: float) -> None:
         config = self.config
         ops.adamw_(
@@ -92,6 +107,8 @@ class AdamW(FlatOptimizer):
             weight_decay=decay,
             master=state.get("master"),
             grad_scale=grad_scale,
+            first_index=bucket.shard.start,
+            places=self._places.get(bucket),
         )
 
 

@@ -179,7 +179,8 @@ def _check_same_optimizer(optimizer: OptimizerConfig, metadata: Any) -> None:
     theirs = (metadata.config or {}).get("optimizer", {})
     if not any(name.startswith("optimizer.") for name in metadata.tensors):
         return
-    for name, kind in (("name", str), ("momentum", bool)):  # momentum: there is a state or there is none
+    # momentum: there is a state or there is none
+    for name, kind in (("name", str), ("moments_dtype", str), ("momentum", bool)):
         value = getattr(optimizer, name)
         if name in theirs and kind(theirs[name]) != kind(value):
             raise ConfigError(

@@ -51,6 +51,16 @@ def adamw_(dtype):
     return [param, exp_avg, exp_avg_sq]
 
 
+def adamw_bf16_moments(dtype):
+    """From zero, where the moments before rounding are the same bits with and without an fma."""
+    if dtype == torch.float64:
+        return adamw_(dtype)
+    param, grad = normal(1003, dtype=dtype), normal(1003, dtype=dtype)
+    moments = torch.zeros(1003, dtype=torch.bfloat16), torch.zeros(1003, dtype=torch.bfloat16)
+    ops.adamw_(param, grad, *moments, step=1, learning_rate=0.1, seed=5, first_index=2**32 - 500)
+    return [param, *moments]
+
+
 def attention(dtype):
     q, k, v = normal(2, 37, 4, 40, dtype=dtype), normal(2, 37, 2, 40, dtype=dtype), normal(2, 37, 2, 40, dtype=dtype)
     return with_gradients(lambda *qkv: ops.attention(*qkv, causal=True), q, k, v)
@@ -139,6 +149,7 @@ CASES = (
     rotary,
     swiglu,
     adamw_,
+    adamw_bf16_moments,
     attention,
     scaled_dot_product_attention,
     merge_attention,

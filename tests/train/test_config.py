@@ -159,6 +159,8 @@ def test_help_has_one_entry_a_key_with_default_and_limits(capsys):
         (["--optimizer.momentum", "0.9"], ["optimizer.momentum", "not used", "adamw"]),
         (["--optimizer.name", "sgd", "--optimizer.beta1", "0.8"], ["optimizer.beta1", "not used", "sgd"]),
         (["--optimizer.lr_scaling", "linear"], ["optimizer.reference_batch", "must be given"]),
+        (["--optimizer.name", "sgd", "--optimizer.moments_dtype", "bfloat16"], ["optimizer.moments_dtype", "not used"]),
+        (["--train.dtype", "float64", "--optimizer.moments_dtype", "bfloat16"], ["moments_dtype", "float64"]),
         (["--optimizer.muon_steps", "3"], ["optimizer.muon_steps", "not used", "adamw"]),
         (["--optimizer.groups", "{'(': {rate: 1}}"], ["optimizer.groups", "no regular expression"]),
         (["--optimizer.groups", "{norm: {lr: 1}}"], ["optimizer.groups", "weight_decay, rate, rule"]),

@@ -139,3 +139,17 @@ def test_groups_are_described_for_the_start_panel():
     assert describe_groups(named, OptimizerConfig(weight_decay=0.1, decay_all=True)) == [
         "adamw, weight decay 0.1: 4 parameters, all of them"
     ]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_bfloat16_moments_follow_float32_ones(name):
+    rates = [0.01] * 6
+    exact, _ = ours(OptimizerConfig(name=name, weight_decay=0.1), torch.float32, 6, rates)
+    config = OptimizerConfig(name=name, weight_decay=0.1, moments_dtype="bfloat16")
+    model, optimizer = ours(config, torch.float32, 6, rates)
+    state = optimizer.state_by_name()
+    assert {tensor.dtype for kind in ("exp_avg", "exp_avg_sq") for tensor in state[kind].values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in state.get("momentum", {}).values()} <= {torch.float32}
+    assert_same(model, exact, 3e-3)  # each step may differ by a bfloat16 rounding, 2^-8 of a learning rate of 0.01
+    start = Model(torch.float32)
+    assert all((p - q).abs().max() > 0.005 for p, q in zip(model.parameters(), start.parameters(), strict=True))

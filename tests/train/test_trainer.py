@@ -123,11 +123,17 @@ def test_the_micro_batch_does_not_change_the_run(tmp_path, text, dtype):
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=tolerance)
 
 
-@pytest.mark.parametrize("dtype, name", [("float32", "adamw"), ("bfloat16", "adamw"), ("float64", "sgd")])
+@pytest.mark.parametrize(
+    "dtype, name",
+    [("float32", "adamw"), ("bfloat16", "adamw"), ("float64", "sgd"), ("float32", "muon"), ("bfloat16", "moments")],
+)
 def test_a_resumed_run_has_the_same_bits_as_one_that_was_never_stopped(tmp_path, text, dtype, name):
     sections = {
         "train": {"dtype": dtype},
-        "optimizer": {"name": name, **({"momentum": 0.9} if name == "sgd" else {})},
+        "optimizer": {
+            "sgd": {"name": "sgd", "momentum": 0.9},
+            "moments": {"name": "adamw", "moments_dtype": "bfloat16"},
+        }.get(name, {"name": name}),
         "checkpoint": {"every": 3},
     }
     whole = config_for(tmp_path, text, **sections, log={"directory": str(tmp_path / "whole")})

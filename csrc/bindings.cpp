@@ -137,19 +137,18 @@ void adamw(int dtype, bool grad_is_wide, Address param, Address grad, Address ex
   py::gil_scoped_release release;
   kernels().adamw({DType(dtype), grad_is_wide, at<void>(param), at<void>(grad), at<void>(exp_avg),
                     at<void>(exp_avg_sq), at<void>(master), size, beta1, beta2, decay, step_size, inverse_root_bias,
-                    eps, grad_scale, false, 0, 0, 0, nullptr, 0, threads});
+                    eps, grad_scale, false, 0, 0, nullptr, 0, threads});
 }
 
-// The same with bf16 moments, rounded by the random bits of (key0, key1, index): index = first + position, or what the
+// The same with bf16 moments, rounded by the random bits of (key, index): index = first + position, or what the
 // (start, index) pairs of `places` make of it.
 void adamw_bf16_moments(int dtype, bool grad_is_wide, Address param, Address grad, Address exp_avg, Address exp_avg_sq,
                         Address master, int64_t size, double beta1, double beta2, double decay, double step_size,
-                        double inverse_root_bias, double eps, double grad_scale, uint32_t key0, uint32_t key1,
-                        int64_t first, Address places, int64_t place_count, int threads) {
+                        double inverse_root_bias, double eps, double grad_scale, uint64_t key, int64_t first, Address places, int64_t place_count, int threads) {
   py::gil_scoped_release release;
   kernels().adamw({DType(dtype), grad_is_wide, at<void>(param), at<void>(grad), at<void>(exp_avg),
                     at<void>(exp_avg_sq), at<void>(master), size, beta1, beta2, decay, step_size, inverse_root_bias,
-                    eps, grad_scale, true, key0, key1, first, at<int64_t>(places), place_count, threads});
+                    eps, grad_scale, true, key, first, at<int64_t>(places), place_count, threads});
 }
 
 void cross_entropy_rows(int dtype, Address logits, Address target, Address lse, Address picked, Address largest,

@@ -115,7 +115,7 @@ struct AdamW {
   int64_t size;
   double beta1, beta2, decay, step_size, inverse_root_bias, eps, grad_scale;
   bool moments_are_bf16;
-  uint32_t key0, key1;
+  uint64_t key;
   int64_t first;
   const int64_t* places;  // [place_count][2]: (start, index) pairs, or null: index and position are the same
   int64_t place_count;

@@ -19,6 +19,8 @@ namespace pyfast {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements a thread should at least have
+// Elements fetched ahead: of four or five streams the processor's own prefetchers do not keep up with each.
+constexpr int64_t kAhead = 128;
 
 template <class C>
 PF_INLINE vec_t<C> square_root(vec_t<C> x) {
@@ -52,39 +54,31 @@ PF_INLINE vec_t<C> multiply_add(vec_t<C> a, vec_t<C> b, vec_t<C> c) {
 #endif
 }
 
-PF_INLINE uint_vec mix(uint_vec x) {  // the finalizer of MurmurHash3 (Appleby)
+uint64_t splitmix64(uint64_t x) {  // Steele et al. 2014
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// 32 random bits for each of the values at `low`, low + 1, ..., the low halves of indices with one high half: `keys` is a
+// hash of that. The finalizer of MurmurHash3 (Appleby) with a key before and one in the middle.
+PF_INLINE uint_vec random_bits(uint32_t low, uint64_t keys) {
+  uint_vec lane;
+  for (int i = 0; i < Vec<float>::size; ++i) lane[i] = uint32_t(i);
+  uint_vec x = (lane + low) ^ uint32_t(keys);
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
-  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  x = ((x ^ (x >> 13)) + uint32_t(keys >> 32)) * 0xc2b2ae35u;
   return x ^ (x >> 16);
 }
 
-// 32 random bits for each of the values at index, index + 1, ...
-PF_INLINE uint_vec random_bits(uint64_t index, uint32_t key0, uint32_t key1) {
-  uint_vec lane;
-  for (int i = 0; i < Vec<float>::size; ++i) lane[i] = uint32_t(i);
-  const uint_vec low = lane + uint32_t(index);
-  const auto wrapped = low < uint_vec{} + uint32_t(index);  // all ones, that is -1, where the low half passed 2^32
-  uint_vec carry;
-  std::memcpy(&carry, &wrapped, sizeof(carry));
-  const uint_vec high = uint32_t(index >> 32) - carry;
-  return mix(mix(low ^ key0) + high * 0x9e3779b9u + key1);
-}
-
-// Store with the low 16 bits of `random` added below the kept bits. What bf16 holds exactly, infinities among it, stays;
-// NaN stays NaN.
+// Store with 16 random bits added below the kept bits. What bf16 holds exactly, infinities among it, stays; NaN stays NaN.
 PF_INLINE void store_randomly(bf16* target, vec_t<float> value, uint_vec random) {
   uint_vec bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  bits += random & 0xffffu;
-  bits &= 0xffff0000u;
-  auto is_nan = value != value;
-  uint_vec mask, original;
-  std::memcpy(&mask, &is_nan, sizeof(mask));
-  std::memcpy(&original, &value, sizeof(original));
-  bits = (bits & ~mask) | (original & mask);
-  vec_t<float> rounded;
-  std::memcpy(&rounded, &bits, sizeof(bits));
-  store(target, rounded);
+  // not to NaN, which could become anything; one that arithmetic made is quiet, so that its upper half is NaN too
+  bits = value == value ? bits + random : bits;
+  store_upper_halves(target, bits >> 16);
 }
 
 // P: storage of the parameter, G: of the gradient, M: of the moments. `master` holds the weights in C, or is null: then param does.
@@ -96,7 +90,8 @@ struct Arrays {
   M* exp_avg;
   M* exp_avg_sq;
   C* master;
-  uint64_t first;  // index of the first value in the whole buffer
+  uint32_t first;  // low half of the first value's index
+  uint64_t keys;   // for indices with its high half, which all have
 };
 
 // size is a multiple of the vector's length.
@@ -108,6 +103,13 @@ __attribute__((noinline)) void update(const Arrays<P, G, M>& a, int64_t size, co
   const C decay = s.decay, step_size = s.step_size, inverse_root_bias = s.inverse_root_bias, eps = s.eps;
   const C grad_scale = s.grad_scale;
   for (int64_t i = 0; i < size; i += L) {
+    __builtin_prefetch(a.grad + i + kAhead, 0);
+    __builtin_prefetch(a.exp_avg + i + kAhead, 1);
+    __builtin_prefetch(a.exp_avg_sq + i + kAhead, 1);
+    if constexpr (kMaster)
+      __builtin_prefetch(a.master + i + kAhead, 1);
+    else
+      __builtin_prefetch(a.param + i + kAhead, 1);
     const vec_t<C> g = load(a.grad + i) * grad_scale;
     const vec_t<C> m = multiply_add<C>(load(a.exp_avg + i), broadcast<C>(beta1), g * rest1);
     const vec_t<C> v = multiply_add<C>(load(a.exp_avg_sq + i), broadcast<C>(beta2), g * (g * rest2));
@@ -122,8 +124,8 @@ __attribute__((noinline)) void update(const Arrays<P, G, M>& a, int64_t size, co
       store(a.exp_avg + i, m);
       store(a.exp_avg_sq + i, v);
     } else {
-      const uint_vec random = random_bits(a.first + uint64_t(i), s.key0, s.key1);
-      store_randomly(a.exp_avg + i, m, random);
+      const uint_vec random = random_bits(a.first + uint32_t(i), a.keys);
+      store_randomly(a.exp_avg + i, m, random & 0xffffu);
       store_randomly(a.exp_avg_sq + i, v, random >> 16);
     }
     if constexpr (kMaster) store(a.master + i, w);
@@ -147,24 +149,28 @@ void update_range(const Arrays<P, G, M>& a, int64_t size, const AdamW& s) {
   std::memcpy(exp_avg, a.exp_avg + whole, tail * sizeof(M));
   std::memcpy(exp_avg_sq, a.exp_avg_sq + whole, tail * sizeof(M));
   if (kMaster) std::memcpy(master, a.master + whole, tail * sizeof(C));
-  update<P, G, M, kMaster>({param, grad, exp_avg, exp_avg_sq, master, a.first + uint64_t(whole)}, L, s);
+  update<P, G, M, kMaster>({param, grad, exp_avg, exp_avg_sq, master, a.first + uint32_t(whole), a.keys}, L, s);
   std::memcpy(a.param + whole, param, tail * sizeof(P));
   std::memcpy(a.exp_avg + whole, exp_avg, tail * sizeof(M));
   std::memcpy(a.exp_avg_sq + whole, exp_avg_sq, tail * sizeof(M));
   if (kMaster) std::memcpy(a.master + whole, master, tail * sizeof(C));
 }
 
-// Index of the value at `position`; shortens *end to where its run of indices does.
-uint64_t place_of(const AdamW& s, int64_t position, int64_t* end) {
+// Index of the value at `position`; shortens *end to where its run of indices ends, or their high half changes.
+uint64_t index_of(const AdamW& s, int64_t position, int64_t* end) {
   const int64_t place = s.first + position;
-  if (!s.places) return uint64_t(place);
+  const auto keep_high_half = [&](uint64_t index) {
+    *end = int64_t(std::min<uint64_t>(*end - position, (uint64_t(1) << 32) - uint32_t(index))) + position;
+    return index;
+  };
+  if (!s.places) return keep_high_half(uint64_t(place));
   int64_t low = 0, high = s.place_count;  // the last start <= place lies in [low, high)
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
     (s.places[2 * middle] <= place ? low : high) = middle;
   }
   if (high < s.place_count) *end = std::min(*end, s.places[2 * high] - s.first);
-  return uint64_t(s.places[2 * low + 1] + (place - s.places[2 * low]));
+  return keep_high_half(uint64_t(s.places[2 * low + 1] + (place - s.places[2 * low])));
 }
 
 template <class P, class G, class M>
@@ -173,11 +179,12 @@ void run(const AdamW& s) {
   parallel_ranges(s.size, kGrain, s.threads, [&](int64_t begin, int64_t end) {
     for (int64_t from = begin, to; from < end; from = to) {
       to = end;
-      const uint64_t index = place_of(s, from, &to);
+      const uint64_t index = std::is_same_v<M, C> ? 0 : index_of(s, from, &to);
       C* master = static_cast<C*>(s.master);
       Arrays<P, G, M> a{static_cast<P*>(s.param) + from, static_cast<const G*>(s.grad) + from,
                         static_cast<M*>(s.exp_avg) + from, static_cast<M*>(s.exp_avg_sq) + from,
-                        master ? master + from : nullptr, index};
+                        master ? master + from : nullptr, uint32_t(index),
+                        splitmix64(s.key ^ (index >> 32))};
       if (master && !std::is_same_v<P, C>)
         update_range<P, G, M, !std::is_same_v<P, C>>(a, to - from, s);
       else

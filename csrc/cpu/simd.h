@@ -175,6 +175,19 @@ PF_INLINE vec_t<compute_t<T>> load(const T* source) {
   return result;
 }
 
+// The low 16 bits of each value, the others of which are 0.
+PF_INLINE void store_upper_halves(bf16* target, uint_vec halves) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(__m512i(halves)));
+#elif defined(__AVX2__)
+  __m256i packed = _mm256_packus_epi32(__m256i(halves), __m256i(halves));  // in each 128-bit lane
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8)));
+#else
+  half_bits half = __builtin_convertvector(halves, half_bits);
+  std::memcpy(target, &half, sizeof(half));
+#endif
+}
+
 template <class T>
 PF_INLINE void store(T* target, vec_t<compute_t<T>> value) {
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
@@ -188,15 +201,7 @@ PF_INLINE void store(T* target, vec_t<compute_t<T>> value) {
     uint_vec nan_mask;
     std::memcpy(&nan_mask, &is_nan, sizeof(nan_mask));
     uint_vec chosen = (quiet & nan_mask) | (rounded & ~nan_mask);
-#if defined(__AVX512F__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(__m512i(chosen)));
-#elif defined(__AVX2__)
-    __m256i packed = _mm256_packus_epi32(__m256i(chosen), __m256i(chosen));  // in each 128-bit lane
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8)));
-#else
-    half_bits half = __builtin_convertvector(chosen, half_bits);
-    std::memcpy(target, &half, sizeof(half));
-#endif
+    store_upper_halves(target, chosen);
   } else {
 #if defined(__AVX512F__)
     __m512 wide;

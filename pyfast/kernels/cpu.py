@@ -248,7 +248,7 @@ def adamw_(
     )  # fmt: skip
     if exp_avg.dtype == torch.bfloat16:
         runs = (0, 0) if places is None else (places.data_ptr(), len(places))
-        _C.adamw_bf16_moments(*arguments, *stochastic.keys(seed, step), first_index, *runs, torch.get_num_threads())
+        _C.adamw_bf16_moments(*arguments, stochastic.key(seed, step), first_index, *runs, torch.get_num_threads())
     else:
         _C.adamw(*arguments, torch.get_num_threads())
 

@@ -1,7 +1,7 @@
 """Stochastic rounding to bfloat16 with random bits that are a function of (seed, step, index): a counter, no generator.
 
 So a value is rounded alike on any number of threads, in any cut of a buffer, and again after a resume. Every backend
-uses `keys`; the rest is the plain-torch form of what csrc/cpu/adamw.cpp does, bit for bit.
+uses `key`; the rest is the plain-torch form of what csrc/cpu/adamw.cpp does, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from torch import Tensor
 _MASK64, _MASK32 = 2**64 - 1, 2**32 - 1
 
 
-def keys(seed: int, step: int) -> tuple[int, int]:
-    """Two 32-bit keys from (seed, step): one round of SplitMix64 (Steele et al. 2014) for each and one for both."""
-    mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ (step & _MASK64))
-    return mixed & _MASK32, mixed >> 32
+def key(seed: int, step: int) -> int:
+    """64 bits from (seed, step), by SplitMix64 (Steele et al. 2014)."""
+    return _splitmix64(_splitmix64(seed & _MASK64) ^ (step & _MASK64))
 
 
 def indices(first: int, count: int, places: Tensor | None = None) -> Tensor:
@@ -34,9 +33,13 @@ def indices(first: int, count: int, places: Tensor | None = None) -> Tensor:
 
 def random_bits(seed: int, step: int, index: Tensor) -> Tensor:
     """32 random bits for each of the int64 indices, which are not negative: int64, in [0, 2^32)."""
-    key0, key1 = keys(seed, step)
-    low, high = index & _MASK32, index >> 32
-    return _mix((_mix(low ^ key0) + _times(high, 0x9E3779B9) + key1) & _MASK32)
+    high, which = (index >> 32).unique(return_inverse=True)
+    keys = [_splitmix64(key(seed, step) ^ value) for value in high.tolist()]
+    before, between = (index.new_tensor([k >> shift & _MASK32 for k in keys])[which] for shift in (0, 32))
+    x = (index & _MASK32) ^ before  # the finalizer of MurmurHash3 (Appleby), with a key before and one in the middle
+    x = _times(x ^ (x >> 16), 0x85EBCA6B)
+    x = _times(((x ^ (x >> 13)) + between) & _MASK32, 0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def round_randomly(x: Tensor, bits: Tensor) -> Tensor:
@@ -44,13 +47,6 @@ def round_randomly(x: Tensor, bits: Tensor) -> Tensor:
     rounded = (x.contiguous().view(torch.int32).long() + (bits & 0xFFFF).view(x.shape)) & 0xFFFF0000
     signed = torch.where(rounded >= 2**31, rounded - 2**32, rounded).int()  # as the pattern of an int32
     return torch.where(x.isnan(), x, signed.view(torch.float32)).bfloat16()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3 (Appleby), on 32-bit values in int64."""
-    x = _times(x ^ (x >> 16), 0x85EBCA6B)
-    x = _times(x ^ (x >> 13), 0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def _times(x: Tensor, factor: int) -> Tensor:

@@ -9,7 +9,7 @@ speed hits all of them alike. A layout is
     one         rank 0 trains alone, rank 1 sleeps
     baseline    both ranks train the whole batch, each by itself: what sharing the machine costs, with no communication
     tp2, dp2    the two ranks train it together; `dp2` takes half of the batch each
-    zero1, zero2    dp2 with the optimizer's state shared out, and the gradients too
+    zero1, 2, 3     dp2 with the optimizer's state shared out, the gradients too, the parameters too
     torch       one process on rank 0 alone, written with torch's own modules and torch.optim.AdamW(fused=True)
     torch-ddp   the same under torch.nn.parallel.DistributedDataParallel on both ranks
 
@@ -45,13 +45,14 @@ MODEL = TransformerConfig(
     tied_embeddings=False,
 )  # fmt: skip
 BATCH, SEQUENCE, LEARNING_RATE = 4, 256, 1e-3
-LAYOUTS = ("one", "baseline", "tp2", "dp2", "zero1", "zero2", "torch", "torch-ddp")
+LAYOUTS = ("one", "baseline", "tp2", "dp2", "zero1", "zero2", "zero3", "torch", "torch-ddp")
 # of the layouts that two ranks train together
 PARALLEL = {
     "tp2": ParallelConfig(tensor=2),
     "dp2": ParallelConfig(data=2),
     "zero1": ParallelConfig(data=2, zero=1),
     "zero2": ParallelConfig(data=2, zero=2),
+    "zero3": ParallelConfig(data=2, zero=3),
 }
 Step = Callable[[], float]
 
@@ -93,6 +94,7 @@ def pyfast_step(mesh: ParallelMesh, zero: int = 0) -> Step:
         buckets.start_micro_batch(last=True)
         loss = model.loss(ids, labels, cu_seqlens=cu_seqlens, positions=positions)
         loss.backward(scale)
+        buckets.end_micro_batch()
         buckets.finish()
         optimizer.step(LEARNING_RATE)
         total = loss.detach()

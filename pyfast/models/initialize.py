@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pyfast.nn.layout import get_layout
+from pyfast.models.config import TransformerConfig
+from pyfast.nn.layout import Layout, get_layout
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -35,11 +36,17 @@ def initial_tensor(name: str, shape: tuple[int, ...], *, seed: int, std: float, 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
     """Fill `model` (a Transformer) from `seed`: one whole tensor at a time on the CPU, then this rank's part of it."""
-    config = model.config
     for name, parameter in model.named_parameters():
-        layout = get_layout(parameter)
-        full = initial_tensor(name, layout.shape, seed=seed, std=config.initial_std, layers=config.layers)
-        copy_shard(parameter, full, model.mesh)
+        fill_initial(name, parameter, get_layout(parameter), model.config, model.mesh, seed)
+
+
+@torch.no_grad()
+def fill_initial(
+    name: str, local: Tensor, layout: Layout, config: TransformerConfig, mesh: object | None, seed: int
+) -> None:
+    """Fill one parameter of a Transformer, or a tensor like it."""
+    full = initial_tensor(name, layout.shape, seed=seed, std=config.initial_std, layers=config.layers)
+    local.copy_(full if mesh is None else layout.shard(full, mesh))
 
 
 @torch.no_grad()

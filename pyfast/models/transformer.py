@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from pyfast import ops
 from pyfast.models.config import TransformerConfig
-from pyfast.models.initialize import initialize
+from pyfast.models.initialize import fill_initial, initialize
 from pyfast.models.rope import RotaryTables
 from pyfast.nn import Attention, ColumnParallelLinear, FeedForward, RMSNorm, VocabParallelEmbedding
 from pyfast.nn.attention import KeyValueCache
-from pyfast.nn.layout import split_bounds
+from pyfast.nn.layout import get_layout, split_bounds
 from pyfast.nn.linear import column_parallel_linear
 from pyfast.nn.parameter import active_group
 from pyfast.nn.recompute import Light, layer_kinds, run_layer
@@ -119,7 +119,10 @@ class Transformer(nn.Module):
         self.head = None
         if not config.tied_embeddings:
             self.head = ColumnParallelLinear(config.width, config.vocab, name="head", **options)
-        self.rotary = RotaryTables(config, device)
+        # tables, not parameters: they are there even if the parameters are not yet
+        self.rotary = RotaryTables(
+            config, None if device is not None and torch.device(device).type == "meta" else device
+        )
         if seed is not None:
             self.initialize(seed)
 
@@ -127,6 +130,12 @@ class Transformer(nn.Module):
         """Fill every parameter from (seed, its name): the same values in any layout and dtype. Returns self."""
         initialize(self, seed)
         return self
+
+    def initial_values(self, seed: int) -> Callable[[str, Tensor], None]:
+        """(parameter name, tensor of its local shape) -> None: writes what `initialize` would, for one parameter. For a
+        model on the meta device, whose parameters come to life one after the other."""
+        layouts = {name: get_layout(parameter) for name, parameter in self.named_parameters()}
+        return lambda name, values: fill_initial(name, values, layouts[name], self.config, self.mesh, seed)
 
     @property
     def head_weight(self) -> nn.Parameter:

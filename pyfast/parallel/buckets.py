@@ -13,7 +13,8 @@ everything; `pyfast.parallel.zero` has the stages that share it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyfast.comm import Group, Work
-from pyfast.nn.layout import Layout, get_layout
+from pyfast.nn.layout import Layout, get_layout, set_layout
 from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.mesh import ParallelMesh
 
@@ -40,7 +41,7 @@ class Bucket:
         offsets: where each parameter starts. Between parameters lie zeros, in every buffer, and zeros they stay under
             any optimizer that maps zero parameter, gradient and state to zero.
         numel: length of the buffers.
-        data: [numel] in the parameters' dtype.
+        data: [numel] in the parameters' dtype; its storage has no bytes while parameters are freed (stage 3).
         main_grad: [numel] float32, float64 for float64 parameters; None while there is none, at stages that keep only
             the shard of it.
         key: what `group_of` returned for these parameters.
@@ -133,6 +134,7 @@ class FlatBuckets:
     """
 
     stage = 0  # of ZeRO
+    _fill: Callable[[str, Tensor], None] | None = None  # gives parameters without memory their values
     _reduces_every_micro_batch = False
 
     def __init__(
@@ -147,8 +149,8 @@ class FlatBuckets:
             raise ValueError(f"bucket_bytes: is {bucket_bytes}, must be >= 1")
         self._mesh = mesh
         self.buckets = [
-            _make_bucket(members, mesh, key, self.stage)
-            for key, members in _partition(named_parameters, mesh, group_of, bucket_bytes)
+            _make_bucket(members, mesh, key, self.stage, self._fill)
+            for key, members in self._arrange(_partition(named_parameters, mesh, group_of, bucket_bytes, self._unit_of))
         ]
         self._slots: dict[Parameter, _Slot] = {}
         self._hooks = []
@@ -158,6 +160,14 @@ class FlatBuckets:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
         self._in_step = self._last = self._reducing = False
         self._launched: list[tuple[Bucket, Work]] = []
+
+    def _unit_of(self, parameter: Parameter) -> Hashable:
+        """Parameters of different units do not share a bucket."""
+        return None
+
+    def _arrange(self, partition: list[_Members]) -> list[_Members]:
+        """The order of the buckets."""
+        return partition
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -180,6 +190,9 @@ class FlatBuckets:
         The next call of another method does it too; but between backward and this call no other collective may run
         over the same ranks, of which some may still have reductions to start.
         """
+        self._launch_rest()
+
+    def _launch_rest(self) -> None:
         if self._reducing:
             for bucket in self.buckets[len(self._launched) :]:
                 self._launch(bucket)
@@ -203,7 +216,7 @@ class FlatBuckets:
             self._end_step()
 
     def _finish_reductions(self) -> None:
-        self.end_micro_batch()
+        self._launch_rest()
         for _, work in self._launched:
             work.wait()
         self._launched = []
@@ -250,6 +263,30 @@ class FlatBuckets:
 
     def wait_for_parameters(self) -> None:
         """Return once every parameter has its new value: what to call before reading parameters outside a forward."""
+
+    @contextmanager
+    def whole_parameters(self, *, write: bool = False) -> Iterator[None]:
+        """Within it every parameter can be read on every rank, as a collective; at stage 3 they take the memory of the
+        whole model then. write: keep what is written to them, alike on all ranks; masters need `reset_masters` then."""
+        self.wait_for_parameters()
+        yield
+
+    def parameter_parts(self) -> dict[str, Tensor | FlatPart]:
+        """Parameter name -> what this rank keeps of it: the parameter, or its part where parameters are sharded."""
+        self.wait_for_parameters()
+        return {slot.name: parameter for parameter, slot in self._slots.items()}
+
+    def named_whole(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters with their values, one after the other: a collective where they are sharded."""
+        parts = self.parameter_parts()
+        for name, parameter in named_parameters:
+            part = parts.get(name, parameter)
+            if isinstance(part, FlatPart):
+                whole = self.gather(name, part)
+                set_layout(whole, part.layout)
+                yield name, whole
+            else:
+                yield name, parameter
 
     def grad_norm(self) -> float:
         """Euclidean norm of the whole model's gradient, each element counted once, the same number on every rank.
@@ -330,6 +367,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 _Member = tuple[str, Parameter]
+_Members = tuple[Hashable, list[_Member]]
 
 
 def _partition(
@@ -337,7 +375,8 @@ def _partition(
     mesh: ParallelMesh,
     group_of: Callable[[str, Parameter], Hashable] | None,
     bucket_bytes: int,
-) -> list[tuple[Hashable, list[_Member]]]:
+    unit_of: Callable[[Parameter], Hashable],
+) -> list[_Members]:
     """Parameters that may share a bucket, in backward order, cut at `bucket_bytes`: the same names on every rank."""
     unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
     open_buckets: dict[Hashable, list[_Member]] = {}
@@ -350,7 +389,7 @@ def _partition(
         key = None if group_of is None else group_of(name, parameter)
         # by mesh dimensions, not by this rank's coordinates, which would cut buckets differently on different ranks
         spread = tuple(_split_over(mesh, names) for names in (layout.partial, layout.reduce, layout.replicated_over()))
-        kind = (parameter.dtype, parameter.device, spread, key)
+        kind = (parameter.dtype, parameter.device, spread, unit_of(parameter), key)
         open_buckets.setdefault(kind, []).append((name, parameter))
         largest_local = layout.local_shape({shard.mesh_dim: mesh.size(shard.mesh_dim) for shard in layout.shards}, {})
         sizes[kind] = sizes.get(kind, 0) + math.prod(largest_local) * _grad_dtype(parameter).itemsize
@@ -360,8 +399,14 @@ def _partition(
     return closed + [(kind[-1], members) for kind, members in open_buckets.items()]
 
 
-def _make_bucket(members: list[_Member], mesh: ParallelMesh, key: Hashable, stage: int) -> Bucket:
-    """Move the parameters of `members` into one flat buffer."""
+def _make_bucket(
+    members: list[_Member],
+    mesh: ParallelMesh,
+    key: Hashable,
+    stage: int,
+    fill: Callable[[str, Tensor], None] | None,
+) -> Bucket:
+    """Move the parameters of `members` into one flat buffer; at stage 3 only this rank's shard of it stays."""
     first = members[0][1]
     layout = get_layout(first)
     groups = _reduction_groups(mesh, layout.partial, layout.reduce)
@@ -395,12 +440,19 @@ def _make_bucket(members: list[_Member], mesh: ParallelMesh, key: Hashable, stag
     )
     for (name, parameter), offset in zip(members, offsets, strict=True):
         place = slice(offset, offset + parameter.numel())
-        data[place].view(parameter.shape).copy_(parameter.detach())
-        parameter.data = data[place].view(parameter.shape)
+        values = data[place].view(parameter.shape)
+        if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.itemsize:
+            fill(name, values)
+        else:
+            values.copy_(parameter.detach())
+        parameter.data = values
         slot = _Slot(name, bucket, place, parameter.shape, get_layout(parameter), None)
         if bucket.main_grad is not None:
             slot.grad = bucket.main_grad[place].view(parameter.shape)
         bucket.slots.append(slot)
+    if stage == 3 and shard_group is not None:
+        bucket.data_shard = data[shard].clone()
+        data.untyped_storage().resize_(0)  # Zero3Buckets puts something in the parameters' place
     return bucket
 
 

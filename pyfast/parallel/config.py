@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 # The part of the table that works; keys outside it are refused until they do, never ignored.
 _SUPPORTED = ("tensor", "data", "order", "zero")
 # Stages of ZeRO that are built.
-ZERO_STAGES = (0, 1, 2)
+ZERO_STAGES = (0, 1, 2, 3)
 _DIMENSIONS = ("tp", "cp", "pp", "dp")
 
 
@@ -57,10 +57,8 @@ class ParallelConfig:
             value = 1 if getattr(self, name) is None else getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"parallel.{name}: is {value!r}, must be a whole number >= 1")
-        if not isinstance(self.zero, int) or isinstance(self.zero, bool) or self.zero not in range(4):
+        if not isinstance(self.zero, int) or isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
             raise ValueError(f"parallel.zero: is {self.zero!r}, must be 0, 1, 2 or 3")
-        if self.zero not in ZERO_STAGES:
-            raise ValueError(f"parallel.zero: is {self.zero}, not supported yet; 0, 1 and 2 are")
         if sorted(self.order.split("-")) != sorted(_DIMENSIONS):
             raise ValueError(
                 f"parallel.order: is {self.order!r}, must name each of {', '.join(_DIMENSIONS)} once, joined by '-', "

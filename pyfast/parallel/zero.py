@@ -5,6 +5,8 @@
     1       all          all         1/P                 a reduce-scatter of the gradients, an all-gather of the
                                                          parameters: N (P-1)/P each
     2       all          1/P         1/P                 the same, the reduce-scatter in every micro-batch
+    3       1/P          1/P         1/P                 the all-gather twice, in forward and in backward, of every
+                                                         micro-batch (pyfast.parallel.zero3)
 
 Each flat bucket is cut into P equal stretches, whatever the shapes of the parameters in it. A rank's optimizer updates
 its own stretch (`Bucket.data_shard` from `Bucket.grad_shard`), and `update_parameters` sends it to the other ranks.
@@ -35,16 +37,27 @@ def make_buckets(
     stage: int,
     group_of: Callable[[str, Parameter], Hashable] | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    fill: Callable[[str, Tensor], None] | None = None,
+    device: torch.device | str = "cpu",
 ) -> FlatBuckets:
     """The parameters of `model` in flat buckets that `stage` of ZeRO shares out over the data-parallel ranks.
 
-    Arguments as `FlatBuckets` has them. Raises ValueError for a stage that there is not.
+    Arguments as `FlatBuckets` has them. fill, device: at stage 3, what gives parameters on the meta device their
+    values, as (name, tensor of the local shape to write), and where they shall live. Raises ValueError for a stage that
+    there is not, and for parameters on the meta device without `fill` or at another stage.
     """
+    on_meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if on_meta is not None and stage != 3:
+        raise ValueError(f"model: parameter '{on_meta}' is on the meta device, which stage 3 alone takes")
     if stage == 0:
         return FlatBuckets(model.named_parameters(), mesh, group_of=group_of, bucket_bytes=bucket_bytes)
+    if stage == 3:
+        from pyfast.parallel.zero3 import Zero3Buckets  # which is built on this file
+
+        return Zero3Buckets(model, mesh, group_of=group_of, bucket_bytes=bucket_bytes, fill=fill, device=device)
     kinds = {1: Zero1Buckets, 2: Zero2Buckets}
     if stage not in kinds:
-        raise ValueError(f"stage: is {stage!r}, must be 0, 1 or 2")
+        raise ValueError(f"stage: is {stage!r}, must be 0, 1, 2 or 3")
     return kinds[stage](model, mesh, group_of=group_of, bucket_bytes=bucket_bytes)
 
 
@@ -68,6 +81,9 @@ class Zero1Buckets(FlatBuckets):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         super().__init__(model.named_parameters(), mesh, group_of=group_of, bucket_bytes=bucket_bytes)
+        self._watch(model)
+
+    def _watch(self, model: nn.Module) -> None:
         self._gathers: list[tuple[Bucket, Work]] = []
         self._needs: dict[nn.Module, set[int]] = {}
         number = {bucket: index for index, bucket in enumerate(self.buckets)}

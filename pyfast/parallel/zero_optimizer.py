@@ -14,10 +14,12 @@ The update rules are those of `pyfast.train.optimizer`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pyfast.nn.layout import get_layout
@@ -45,12 +47,16 @@ class ZeroOptimizer:
         model: any module, on this rank's device, equal on all data-parallel ranks (checked). Its parameters are moved
             into flat buffers: do not cast or move it afterwards, and write values with `copy_`.
         mesh: whose "dp" and "cp" ranks share the work; parameters may be cut over others, as their `Layout` says.
-        stage: 0: every rank holds everything; 1: optimizer state and float32 masters are shared out; 2: gradients too.
+        stage: 0: every rank holds everything; 1: optimizer state and float32 masters are shared out; 2: gradients too;
+            3: parameters too, which are there only while the modules they belong to compute, and within
+            `whole_parameters`. All ranks then call the layers of the model alike.
         optimizer: "adamw", "sgd" or "muon" (for matrices that are no embedding or head; AdamW for the rest).
         lr: learning rate; set the attribute `lr` to change it.
         weight_decay: decoupled for adamw and muon, L2 for sgd; of matrices only, unless `decay_all`.
         betas, eps: of adamw. momentum: of sgd.
         bucket_mb: size of a bucket's gradients in MiB.
+        fill, device: at stage 3 the model may be on the meta device; `fill(name, tensor)` then writes the values of
+            each parameter (of its local shape), which will live on `device`, and no rank ever holds the whole model.
 
     Raises:
         ValueError: for a stage, rule or number that is not allowed. RuntimeError: the ranks' parameters differ.
@@ -70,6 +76,8 @@ class ZeroOptimizer:
         eps: float = 1e-8,
         momentum: float = 0.0,
         bucket_mb: float = 16,
+        fill: Callable[[str, Tensor], None] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.model, self.mesh, self.lr = model, mesh, lr
         config = OptimizerConfig(
@@ -82,13 +90,15 @@ class ZeroOptimizer:
             eps=eps,
             momentum=momentum,
         )
-        check_replicas(model.named_parameters(), mesh)
+        check_replicas(((name, p) for name, p in model.named_parameters() if not p.is_meta), mesh)
         self.buckets = make_buckets(
             model,
             mesh,
             stage=stage,
             group_of=lambda name, p: parameter_group(name, p, config),
             bucket_bytes=int(bucket_mb * (1 << 20)),
+            fill=fill,
+            device=device,
         )
         self._rule = make_optimizer(self.buckets, config)
         self._summed = False
@@ -142,8 +152,20 @@ class ZeroOptimizer:
         self._summed, self._grad_scale = False, 1.0
 
     def wait_for_parameters(self) -> None:
-        """Call before reading parameters outside the model's forward: to evaluate, copy or save them."""
+        """Call before reading parameters outside the model's forward: to evaluate, copy or save them. At stage 3 read
+        them within `whole_parameters`."""
         self.buckets.wait_for_parameters()
+
+    @contextmanager
+    def whole_parameters(self, *, write: bool = False) -> Iterator[None]:
+        """Within it every parameter can be read on every rank, at stage 3 at the price of the whole model's memory.
+
+        write: keep what is written to them, alike on all ranks (as by `model.load_state_dict`).
+        """
+        with self.buckets.whole_parameters(write=write):
+            yield
+        if write:
+            self._rule.reset_masters()
 
     def close(self) -> None:
         """Take the hooks off the model, which stays as it is."""
@@ -215,4 +237,5 @@ class ZeroOptimizer:
         return state.scalars
 
     def _checkpoint_state(self, scalars: dict[str, Any]) -> CheckpointState:
-        return CheckpointState(dict(self.model.named_parameters()), self._rule.state_by_name(), scalars)
+        parameters = {**dict(self.model.named_parameters()), **self.buckets.parameter_parts()}
+        return CheckpointState(parameters, self._rule.state_by_name(), scalars)

@@ -269,7 +269,7 @@ PARALLEL_HELP = {
     "data": "ranks that take different sequences; null = the ranks that are left",
     "expert": "ranks that share the experts",
     "expert_tensor": "ranks that share each expert",
-    "zero": "what data-parallel ranks share out: 1 = optimizer state, 2 = gradients too; 0 = nothing",
+    "zero": "what data-parallel ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too",
     "sequence_parallel": "norms and residual split along the sequence over the tensor ranks",
     "schedule": "gpipe, 1f1b, interleaved, zb-h1 or zb-v",
     "layers_per_stage": "layers of each pipeline stage; null = even",
@@ -373,8 +373,6 @@ def check_parallel(values: dict[str, Any]) -> None:
             raise NotSupportedYet(name, value, item.default)
         if item.name in ("tensor", "data") and value is not None and value < 1:
             raise ConfigError(name, value, f"allowed is {describe_type(hints[item.name])}, at least 1")
-        if item.name == "zero" and value == 3:
-            raise NotSupportedYet(name, value, item.default)
         if item.name == "zero" and value not in ZERO_STAGES:
             raise ConfigError(name, value, f"allowed is {', '.join(map(str, ZERO_STAGES))}")
         if item.name == "order" and sorted(value.split("-")) != ["cp", "dp", "pp", "tp"]:

@@ -31,6 +31,7 @@ class FlatOptimizer:
     def __init__(self, buckets: FlatBuckets, config: OptimizerConfig):
         self.buckets = buckets.buckets
         self.update_parameters = buckets.update_parameters
+        self.parameter_parts = buckets.parameter_parts
         self.config = config
         self.steps = 0
         self._state: list[dict[str, Tensor]] = [self._new_state(bucket) for bucket in self.buckets]

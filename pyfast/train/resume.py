@@ -202,12 +202,14 @@ def _changes(config: TrainConfig, theirs: dict[str, Any]) -> list[str]:
     return [f"Changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
-def checkpoint_state(model: nn.Module, optimizer: FlatOptimizer | None, scalars: dict[str, Any]) -> CheckpointState:
-    """What is saved: parameters and optimizer state by name, and the plain values. No optimizer: the model alone."""
+def checkpoint_state(
+    model: nn.Module, optimizer: FlatOptimizer, scalars: dict[str, Any], *, model_only: bool = False
+) -> CheckpointState:
+    """What is saved: what this rank keeps of parameters and optimizer state, by name, and the plain values."""
     from pyfast.parallel import CheckpointState
 
-    state = None if optimizer is None else optimizer.state_by_name()
-    return CheckpointState(dict(model.named_parameters()), state, scalars)
+    parameters = {**dict(model.named_parameters()), **optimizer.parameter_parts()}
+    return CheckpointState(parameters, None if model_only else optimizer.state_by_name(), scalars)
 
 
 def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: ParallelMesh) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: Par
 
     complete = any(name.startswith("optimizer.") for name in _read(path).tensors)
     stateless = not [kind for kind in optimizer.state_by_name() if kind != "master"]
-    state = checkpoint_state(model, optimizer if complete or stateless else None, {})
+    state = checkpoint_state(model, optimizer, {}, model_only=not (complete or stateless))
     with checkpoint_errors(path):
         load(path, state, mesh)
     if state.optimizer_state is None:

@@ -135,11 +135,13 @@ class Trainer:
             mask_prompt=config.data.mask_prompt,
         )
         self.dtype = getattr(torch, config.train.dtype)
+        on_demand = config.parallel.zero == 3  # no rank ever holds the whole model
         self.model = Transformer(
             self.model_config,
             mesh=self.mesh,
             dtype=self.dtype,
-            seed=config.train.seed,
+            device="meta" if on_demand else None,
+            seed=None if on_demand else config.train.seed,
             recompute=config.train.recompute or "none",
             recompute_every=config.train.recompute_every,
         )
@@ -149,6 +151,7 @@ class Trainer:
             self.mesh,
             stage=config.parallel.zero,
             group_of=lambda name, p: parameter_group(name, p, config.optimizer),
+            fill=self.model.initial_values(config.train.seed),
         )
         self.optimizer = make_optimizer(self.buckets, config.optimizer)
         self.loss_scale = None
@@ -302,9 +305,8 @@ class Trainer:
 
     def _check_replicas(self, when: str) -> None:
         """Raise `TrainingError`, alike on all ranks, naming the tensors, groups and ranks whose copies differ."""
-        self.buckets.wait_for_parameters()
         try:
-            check_replicas(self.model.named_parameters(), self.mesh)
+            check_replicas(self.buckets.named_whole(self.model.named_parameters()), self.mesh)
         except RuntimeError as error:
             raise TrainingError(f"{when}, {error}") from error
 

@@ -11,7 +11,7 @@ STEPS = 10
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 # tensor, data, micro_batch, zero
 LAYOUTS = [(1, 2, 1, 0), (2, 1, 2, 0), (2, 2, 1, 0), (4, 1, 4, 0), (1, 4, 2, 0), (4, 2, 2, 0)]
-LAYOUTS += [(1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 2, 1), (2, 2, 1, 2)]
+LAYOUTS += [(1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 2, 1), (2, 2, 1, 2), (1, 4, 1, 3), (2, 2, 2, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def train(
         )
         trainer = Trainer(config, rank=rank, world_size=world_size)
         trainer.fit()
-        check_replicas(trainer.model.named_parameters(), trainer.mesh)
+        check_replicas(trainer.buckets.named_whole(trainer.model.named_parameters()), trainer.mesh)
         if rank == 0:
             lines = read(f"{directory}/{dtype}/metrics.jsonl")
             results.append([(line["loss"], line["grad_norm"]) for line in lines])
@@ -170,13 +170,14 @@ def test_a_run_goes_on_under_another_layout(ranks, texts, tmp_path):
 
 
 def test_a_run_goes_on_under_another_stage_of_zero(ranks, texts, tmp_path):
-    """Tensor parallel x stage 1, then stage 2 of data parallel alone, then one process: as if nothing had changed."""
+    """Tensor parallel x stage 1, stages 2 and 3 of data parallel alone, one process: as if nothing had changed."""
     from pyfast.train.metrics import read
 
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     assert resume(0, 1, str(texts), 1, whole, 99, 0, "float64") == 6
     assert ranks.run(resume, 4, str(texts), 2, parts, 2, 1, "float64") == [2] * 4
-    assert ranks.run(resume, 2, str(texts), 1, parts, 4, 2, "float64") == [4, 4]
+    assert ranks.run(resume, 2, str(texts), 1, parts, 3, 2, "float64") == [3, 3]
+    assert ranks.run(resume, 4, str(texts), 2, parts, 5, 3, "float64") == [5] * 4
     assert resume(0, 1, str(texts), 1, parts, 99, 0, "float64") == 6
     for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
         assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-10)
@@ -188,7 +189,10 @@ def test_a_bfloat16_run_under_zero_resumes_with_the_same_bits(ranks, texts, tmp_
 
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     assert ranks.run(resume, 2, str(texts), 1, whole, 99, 1, "bfloat16") == [6, 6]
-    assert ranks.run(resume, 2, str(texts), 1, parts, 3, 2, "bfloat16") == [3, 3]
+    assert ranks.run(resume, 2, str(texts), 1, parts, 2, 2, "bfloat16") == [2, 2]
+    assert ranks.run(resume, 2, str(texts), 1, parts, 4, 3, "bfloat16") == [4, 4]
     assert ranks.run(resume, 2, str(texts), 1, parts, 99, 1, "bfloat16") == [6, 6]
     for a, b in zip(read(f"{whole}/metrics.jsonl"), read(f"{parts}/metrics.jsonl"), strict=True):
-        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+        assert a["loss"] == b["loss"]
+        # stage 3 has other buckets, over which the same gradients' squares are summed in another order
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-13)

@@ -130,7 +130,7 @@ def test_config_fills_data_and_refuses_a_wrong_product():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("context", 2), ("pipeline", 2), ("virtual_pipeline", 2), ("expert", 2), ("expert_tensor", 2), ("zero", 3),
+    [("context", 2), ("pipeline", 2), ("virtual_pipeline", 2), ("expert", 2), ("expert_tensor", 2),
      ("sequence_parallel", True), ("schedule", "1f1b"), ("layers_per_stage", [1, 2]), ("context_method", "ring")],
 )  # fmt: skip
 def test_keys_of_later_releases_are_refused_by_name(key, value):

@@ -86,8 +86,7 @@ def test_commands_of_later_features_say_so_and_what_to_do_instead(capsys, name):
     [
         (["--model.layerz", "3"], 2, ["model.layerz", "Did you mean model.layers?"]),
         (["--model.layers", "0"], 2, ["model.layers = 0", "at least 1"]),
-        (["--parallel.zero", "3"], 2, ["parallel.zero = 3", "not supported yet"]),
-        (["--parallel.zero", "4"], 2, ["parallel.zero = 4", "allowed is 0, 1, 2"]),
+        (["--parallel.zero", "4"], 2, ["parallel.zero = 4", "allowed is 0, 1, 2, 3"]),
         (["--train.processes", "3", "--parallel.tensor", "2"], 2, ["number of ranks = 3", "multiple of 2"]),
         (
             ["--model.heads", "3", "--model.kv_heads", "3", "--model.width", "96", "--parallel.tensor", "2"],

@@ -228,7 +228,6 @@ def test_a_missing_file_is_named():
         ("parallel.virtual_pipeline", "2"),
         ("parallel.expert", "2"),
         ("parallel.expert_tensor", "2"),
-        ("parallel.zero", "3"),
         ("parallel.sequence_parallel", "true"),
         ("parallel.schedule", "1f1b"),
         ("parallel.layers_per_stage", "[2, 2]"),

@@ -197,4 +197,5 @@ PYBIND11_MODULE(_C, m) {
   bind_moe(m);
   bind_row_map(m);
   bind_route(m);
+  bind_symmetric(m);
 }

@@ -18,3 +18,4 @@ void bind_attention(pybind11::module_& m);
 void bind_moe(pybind11::module_& m);
 void bind_row_map(pybind11::module_& m);
 void bind_route(pybind11::module_& m);
+void bind_symmetric(pybind11::module_& m);

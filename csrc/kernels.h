@@ -222,6 +222,7 @@ struct AttentionBackward {
 }  // namespace pyfast
 
 #include "moe_kernels.h"
+#include "panel_kernels.h"
 #include "row_map_kernels.h"
 #include "route_kernels.h"
 
@@ -259,6 +260,7 @@ struct Kernels {
   bool (*moe_mlp_rows_are_bf16)(const MoeMlpShape&);
   int64_t (*moe_mlp_backward_rows)(const MoeMlpShape&);
   void (*moe_mlp_backward)(const MoeMlpBackward&);
+  int64_t (*panel_gemm)(const PanelGemm&);  // -1, or 4 * rank + Arrival (flags.h): whose rows did not come, and why
 };
 
 }  // namespace pyfast

@@ -34,6 +34,7 @@ void moe_mlp_forward(const MoeMlpForward&);
 bool moe_mlp_rows_are_bf16(const MoeMlpShape&);
 int64_t moe_mlp_backward_rows(const MoeMlpShape&);
 void moe_mlp_backward(const MoeMlpBackward&);
+int64_t panel_gemm(const PanelGemm&);
 
 }  // namespace pyfast
 
@@ -70,6 +71,7 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::moe_mlp_rows_are_bf16,
       pyfast::moe_mlp_backward_rows,
       pyfast::moe_mlp_backward,
+      pyfast::panel_gemm,
   };
   pyfast::g_runtime = runtime;
   return &table;

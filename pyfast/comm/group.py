@@ -22,6 +22,7 @@ from pyfast.comm.failure import Place, describe_absent
 from pyfast.comm.native import Native
 from pyfast.comm.record import Event, emit, recording
 from pyfast.comm.shared_memory import SharedMemory
+from pyfast.comm.symmetric import SymmetricMemory
 
 _REDUCTIONS = ("sum", "max")
 _SIGNATURE_BYTES = 512
@@ -57,6 +58,8 @@ class _Lane:
         self._try_shared = shared
         self._cpu: Exchange | SharedMemory | None = None
         self._native = Native(process_group)
+        self._symmetric: SymmetricMemory | None = None
+        self._tried_symmetric = not shared
         self.sequence = 0
 
     def transport(self, tensor: Tensor) -> Exchange | SharedMemory | Native:
@@ -69,8 +72,17 @@ class _Lane:
             self._cpu = shared or Exchange(process_group, rank, len(ranks), timeout_s)
         return self._cpu
 
+    def symmetric(self) -> SymmetricMemory | None:
+        """Memory that all ranks map, if they are on one host; the first call is collective."""
+        if not self._tried_symmetric:
+            self._symmetric = SymmetricMemory.connect(*self._place)
+            self._tried_symmetric = True
+        return self._symmetric
+
     def abandon(self) -> None:
         """After a failure: let waiting peers fail too."""
+        if self._symmetric is not None:
+            self._symmetric.abandon()
         if isinstance(self._cpu, SharedMemory):
             self._cpu.abandon()
 
@@ -312,6 +324,27 @@ class Group:
 
         self._start("all_gather_object", name, torch.empty(0, device=self._device()), start, payload=False)()
         return gathered
+
+    # --- operations that move data themselves ------------------------------------------------------------------------
+
+    def symmetric(self) -> SymmetricMemory | None:
+        """Memory that every rank of the group reads in place; None if they are not all on one host, or on GPUs.
+
+        The first call is collective.
+        """
+        return None if self._lane is None else self._lane.symmetric()
+
+    def announce(self, operation: str, name: str, tensor: Tensor) -> Place:
+        """Count and record an operation that moves `tensor` through symmetric memory; its steps go through `guard`."""
+        self._lane.sequence += 1
+        if recording():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            emit(Event(operation, name, self.name, tensor.nbytes, dtype, tuple(tensor.shape)))
+        return Place(operation, name, self.name, self.ranks, self._lane.sequence)
+
+    def guard(self, place: Place, step: Callable[[], Any]) -> Any:
+        """Run a step of an announced operation: its failure names operation, group and the ranks that are missing."""
+        return self._run(step, place)
 
     # --- one collective, from its name to its failure ----------------------------------------------------------------
 

@@ -10,19 +10,14 @@ Slots alternate. Writing the slot of exchange e is safe once exchange e-1 is com
 `published` >= e-1, which a rank raises only after it has read everything of exchange e-2. So every exchange waits for
 every rank, and no barrier is needed.
 
-Segments are memfds, which the peers open through /proc: they have no name in any file system and end with the last
-process that maps them, however that ends. Counters are plain 8-byte stores, which x86 makes visible in program order;
-elsewhere this transport is not used.
+Counters are plain 8-byte stores, which x86 makes visible in program order; elsewhere this transport is not used.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import platform
-import secrets
 import select
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyfast.comm.exchange import combine
+from pyfast.comm.segments import close_all, share_segments
 
 Finish = Callable[[], None]
 
@@ -69,7 +65,7 @@ class SharedMemory:
         ]  # fmt: skip
         self._pidfds = pidfds
         self._epoch = 0
-        weakref.finalize(self, _close_all, pidfds)
+        weakref.finalize(self, close_all, pidfds)
 
     @classmethod
     def connect(
@@ -79,25 +75,8 @@ class SharedMemory:
 
         A collective over `process_group`.
         """
-        token = secrets.token_hex(16)
-        descriptor = _create_segment(token)
-        try:
-            peers: list[Any] = [None] * len(ranks)
-            dist.all_gather_object(peers, (os.getpid(), descriptor, token), group=process_group)
-            mapped = None if descriptor is None else _map_all(peers, rank, descriptor)
-            agreed: list[Any] = [None] * len(ranks)
-            # also the barrier after which the descriptors may go
-            dist.all_gather_object(agreed, mapped is not None, group=process_group)
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-        if mapped is None:
-            return None
-        segments, pidfds = mapped
-        if not all(agreed):
-            _close_all(pidfds)
-            return None
-        return cls(ranks, rank, segments, pidfds, timeout_s)
+        shared = share_segments(process_group, len(ranks), rank, _SEGMENT_BYTES)
+        return None if shared is None else cls(ranks, rank, shared.maps, shared.pidfds, timeout_s)
 
     def all_reduce(self, tensor: Tensor, out: Tensor, op: str) -> Finish:
         """out = sum (or max) over the ranks of `tensor`; contiguous, equal shapes; `out` may be `tensor`."""
@@ -238,42 +217,3 @@ def _pieces(*tensors: Tensor, limit: int = _SLOT_BYTES) -> Any:
     if tensors[0].numel() <= length:
         return (tensors,)
     return zip(*(tensor.split(length) for tensor in tensors), strict=True)
-
-
-def _create_segment(token: str) -> int | None:
-    """A descriptor of this rank's segment; None where this transport cannot work."""
-    if not (sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")):
-        return None
-    try:
-        descriptor = os.memfd_create(f"pyfast-{token}", os.MFD_CLOEXEC)
-    except OSError:
-        return None
-    os.ftruncate(descriptor, _SEGMENT_BYTES)
-    return descriptor
-
-
-def _map_all(peers: Sequence[Any], rank: int, descriptor: int) -> tuple[list[mmap.mmap], list[int]] | None:
-    """Every rank's segment and a handle on its process; None if one of them is out of reach (another host)."""
-    segments, pidfds = [], []
-    try:
-        for peer, (pid, their_descriptor, token) in enumerate(peers):
-            path = f"/proc/{pid}/fd/{their_descriptor}"
-            # The name holds a secret of this run: a process of another host or container cannot be taken for the peer.
-            if their_descriptor is None or f"pyfast-{token}" not in os.readlink(path):
-                raise OSError("not the peer's segment")
-            pidfds.append(os.pidfd_open(pid))
-            theirs = os.dup(descriptor) if peer == rank else os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                segments.append(mmap.mmap(theirs, _SEGMENT_BYTES))
-            finally:
-                os.close(theirs)
-    except OSError:
-        # the ranks agree on the slower transport then
-        _close_all(pidfds)
-        return None
-    return segments, pidfds
-
-
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())

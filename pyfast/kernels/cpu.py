@@ -28,6 +28,7 @@ from pyfast.kernels.cpu_moe import (  # noqa: F401
     moe_mlp_forward,
     moe_mlp_weight_gradients,
 )
+from pyfast.kernels.cpu_panels import panel_gemm  # noqa: F401
 from pyfast.kernels.cpu_route import route_backward, route_forward  # noqa: F401
 from pyfast.kernels.cpu_row_map import (  # noqa: F401
     gather_rows,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from pyfast.comm import Group, shared_memory
+from pyfast.comm import Group, segments, shared_memory
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the transport is used on x86_64 only")
 
@@ -94,8 +94,8 @@ def test_different_lengths_are_seen_without_the_checked_mode(ranks, operation):
 
 
 def one_rank_out_of_reach(rank, world_size):
-    create = shared_memory._create_segment
-    with mock.patch.object(shared_memory, "_create_segment", (lambda token: None) if rank == 1 else create):
+    create = segments._create
+    with mock.patch.object(segments, "_create", (lambda *_: None) if rank == 1 else create):
         group = Group.create("tp", range(world_size), rank=rank)
         x = torch.full((3,), rank + 1.0)
         group.all_reduce(x, name="x")
@@ -108,13 +108,13 @@ def test_ranks_agree_on_exchanges_when_one_is_out_of_reach(ranks):
 
 def foreign_segment(rank, world_size):
     """A descriptor that is not the peer's segment, as another host's process id would lead to."""
-    create = shared_memory._create_segment
+    create = segments._create
 
-    def elsewhere(token):
-        os.close(create(token))
+    def elsewhere(*arguments):
+        os.close(create(*arguments))
         return os.open("/dev/null", os.O_RDWR)
 
-    with mock.patch.object(shared_memory, "_create_segment", elsewhere if rank == 0 else create):
+    with mock.patch.object(segments, "_create", elsewhere if rank == 0 else create):
         return way_of(Group.create("tp", range(world_size), rank=rank))
 
 

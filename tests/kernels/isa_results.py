@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from pyfast import _C, ops
+from pyfast.comm import Group
 from pyfast.kernels import cpu
+from pyfast.kernels.panels import Flags
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -144,6 +146,29 @@ def update_bias(dtype):
     return [ops.update_bias(torch.zeros(40), counts, 0.1)]
 
 
+def all_gather_matmul(dtype):
+    """Also the product over shards that lie apart, which needs no second rank."""
+    shards, w = [normal(rows, 75, dtype=dtype) for rows in (37, 0, 20)], normal(75, 53, dtype=dtype)
+    panels = torch.tensor([(2, 0, 37, 20), (0, 5, 5, 32), (0, 0, 0, 5)])
+    out = torch.empty(57, 53, dtype=dtype)
+    flags = Flags(1, torch.zeros(3, 2, dtype=torch.int64), 1.0, [0] * 3, [0] * 3)
+    assert cpu.panel_gemm(panels, shards, w, out, flags) == -1
+    return [out, *_on_one_rank(ops.all_gather_matmul, dtype)]
+
+
+def matmul_reduce_scatter(dtype):
+    return _on_one_rank(ops.matmul_reduce_scatter, dtype)
+
+
+def matmul_all_reduce(dtype):
+    return _on_one_rank(ops.matmul_all_reduce, dtype)
+
+
+def _on_one_rank(op, dtype):
+    x, w = normal(37, 75, dtype=dtype), normal(53, 75, dtype=dtype)
+    return with_gradients(lambda x, w: op(x, w, Group.single()), x, w)
+
+
 CASES = (
     rms_norm,
     rotary,
@@ -163,6 +188,9 @@ CASES = (
     route,
     balance_loss,
     update_bias,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
 )
 
 

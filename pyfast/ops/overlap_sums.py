@@ -1,0 +1,32 @@
+"""What the transports of collective matmuls share: sums in rank order, and how shapes are written for agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyfast.comm.exchange import combine
+
+
+def add_in_order(pieces: Sequence[Tensor], bias: Tensor | None, out: Tensor) -> None:
+    """out = pieces[0] + pieces[1] + ... + bias, in this order and the pieces' precision, rounded once."""
+    if bias is None and out.dtype == pieces[0].dtype:
+        return combine(pieces, out, "sum")
+    terms = [*pieces] if bias is None else [*pieces, bias]
+    if len(terms) == 1:
+        out.copy_(terms[0])
+    elif len(terms) == 2:
+        torch.add(terms[0], terms[1], out=out)
+    else:
+        total = terms[0] + terms[1]
+        for term in terms[2:-1]:
+            total += term
+        torch.add(total, terms[-1], out=out)
+
+
+def shape_except(shape: Sequence[int], dim: int) -> str:
+    """`shape` as text with a star at `dim`, where ranks may differ."""
+    dim %= len(shape)
+    return "[" + ", ".join("*" if d == dim else str(length) for d, length in enumerate(shape)) + "]"

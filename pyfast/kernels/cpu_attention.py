@@ -16,6 +16,7 @@ from torch import Tensor
 from pyfast.kernels.dtypes import DTYPE_CODES, sum_dtype
 from pyfast.kernels.extension import _C
 
+_NO_ROWS = torch.tensor([[-1, 0, 0, 1]])
 _BATCHED = (0, 0, 0, 0, 0, 0)  # no cu_seqlens, no runs
 
 
@@ -237,4 +238,6 @@ def _documents(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> tupl
 
 def _runs(runs_q: Tensor, runs_k: Tensor) -> tuple[int, ...]:
     """The same for runs."""
+    # no runs at all have no address either, which would say that there is no table: one run without rows says it
+    runs_q, runs_k = (runs if runs.shape[0] else _NO_ROWS for runs in (runs_q, runs_k))
     return 0, 0, runs_q.data_ptr(), runs_k.data_ptr(), runs_q.shape[0], runs_k.shape[0]

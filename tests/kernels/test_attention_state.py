@@ -312,3 +312,18 @@ def test_every_instruction_set(isa, dtype, scale, softcap):
             assert not a.any()
         else:
             assert relative_error(a, e) < (2e-6 if dtype == torch.float32 else 2.4e-3), name
+
+
+@pytest.mark.parametrize("module", [cpu, plain])
+def test_a_shard_without_any_run_sees_nothing_and_gives_nothing(module):
+    """An empty table is no missing table: its rows belong to no document."""
+    q, k, v, dout, _ = tensors(5)
+    none, some = torch.zeros(0, 4, dtype=torch.int64), torch.tensor([[0, 0, 5, 1]])
+    options = (False, 0.25, -1, -1, 0.0)
+    for runs_q, runs_k in ((none, none), (none, some), (some, none)):
+        acc, lse = module.attention_state_forward(q, k, v, runs_q, runs_k, *options)
+        assert not acc.any() and (lse == -math.inf).all()
+        sums = tuple(torch.full_like(x, 0.5) for x in (q, k, v))
+        delta = module.attention_delta(acc, dout)
+        module.attention_state_backward(dout, q, k, v, lse, delta, runs_q, runs_k, *options, *sums)
+        assert all((x == 0.5).all() for x in sums)

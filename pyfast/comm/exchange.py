@@ -127,6 +127,13 @@ class Exchange:
 
         return finish
 
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Finish:
+        """out[p] = rank p's tensor[own rank]; contiguous, equal shapes, not the same memory."""
+        receives = {peer: out[peer] for peer in self._peers}
+        works = self._post(receives, {peer: tensor[peer] for peer in self._peers}, self._next_tag())
+        out[self._rank].copy_(tensor[self._rank])
+        return lambda: self._wait(works)
+
     def broadcast(self, tensor: Tensor, src: int) -> Finish:
         """tensor = rank `src`'s tensor, in place; contiguous."""
         tag = self._next_tag()

@@ -293,6 +293,29 @@ class Group:
         finish = self._start("reduce_scatter", name, source, lambda way: way.reduce_scatter(source, target))
         return self._complete(finish, out, async_op) or out
 
+    def all_to_all(
+        self, tensor: Tensor, *, name: str, async_op: bool = False, out: Tensor | None = None
+    ) -> Tensor | Work:
+        """Block p of `tensor` [P, *shape] goes to rank p; the result [P, *shape] has rank p's block for this one at p.
+
+        With `async_op` a Work whose `wait()` returns the result.
+        """
+        if tensor.dim() == 0 or tensor.shape[0] != self.size:
+            raise ValueError(
+                f"tensor: has shape {tuple(tensor.shape)}, its first dimension must be the {self.size} ranks of group "
+                f"'{self.name}'"
+            )
+        source = tensor.detach().contiguous()
+        if out is None:
+            out = torch.empty_like(source)
+        target = out.detach()
+        _check_out("out", target, tuple(tensor.shape), tensor, contiguous=True)
+        if self.size == 1:
+            target.copy_(source)
+            return _done(out, async_op) or out
+        finish = self._start("all_to_all", name, source, lambda way: way.all_to_all(source, target))
+        return self._complete(finish, out, async_op) or out
+
     def broadcast(self, tensor: Tensor, *, src: int, name: str) -> None:
         """Overwrite `tensor` with that of the rank at index `src` of the group."""
         if not 0 <= src < self.size:

@@ -34,6 +34,11 @@ class Native:
     def reduce_scatter(self, tensor: Tensor, out: Tensor) -> Finish:
         return _finish(_reduce_scatter(out.view(-1), tensor.view(-1), group=self._process_group, async_op=True))
 
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Finish:
+        rows = out.shape[0]  # equal blocks; 2-d, since the backend cuts the first dimension
+        source, target = tensor.view(rows, -1), out.view(rows, -1)
+        return _finish(dist.all_to_all_single(target, source, group=self._process_group, async_op=True))
+
     def broadcast(self, tensor: Tensor, src: int) -> Finish:
         return _finish(dist.broadcast(tensor, group_src=src, group=self._process_group, async_op=True))
 

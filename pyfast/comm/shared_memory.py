@@ -115,6 +115,21 @@ class SharedMemory:
 
         return finish
 
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Finish:
+        """out[p] = rank p's tensor[own rank]; contiguous, equal shapes, not the same memory."""
+
+        def finish() -> None:
+            blocks = [tensor[rank].view(-1) for rank in range(self._size)]
+            targets = [out[rank].view(-1) for rank in range(self._size)]
+            for parts in _pieces(*blocks, *targets, limit=_SLOT_BYTES // self._size):
+                pieces, results = parts[: self._size], parts[self._size :]
+                self._publish(pieces, pieces[0].nbytes * self._size)
+                slots = self._arrived(pieces[0], offset=self._rank * pieces[0].numel())
+                for result, slot in zip(results, slots, strict=True):
+                    result.copy_(slot)
+
+        return finish
+
     def broadcast(self, tensor: Tensor, src: int) -> Finish:
         """tensor = rank `src`'s tensor, in place; contiguous."""
 

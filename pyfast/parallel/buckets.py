@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from pyfast.comm import Group, Work
 from pyfast.nn.layout import Layout, get_layout, set_layout
+from pyfast.parallel.compression import COMPRESSIONS, Compression
 from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.mesh import ParallelMesh
 
@@ -46,6 +47,7 @@ class Bucket:
             the shard of it.
         key: what `group_of` returned for these parameters.
         groups: the groups over which the gradient is summed, in this order; those of one rank left out.
+        data_group: the one of `groups` whose ranks see different data; None if they are one rank.
         shard_group: the one of `groups` whose ranks share the buffers out, each taking an equal stretch; None: not
             sharded, and the stretch is all of it.
         shard: the stretch that this rank's optimizer updates.
@@ -61,6 +63,7 @@ class Bucket:
     main_grad: Tensor | None
     key: Hashable
     groups: list[Group]
+    data_group: Group | None
     shard_group: Group | None
     shard: slice
     data_shard: Tensor
@@ -131,6 +134,8 @@ class FlatBuckets:
         mesh: whose groups the gradients are summed over, by each parameter's `Layout`.
         group_of: (name, parameter) -> key of its optimizer group (weight decay or not); a bucket has one key.
         bucket_bytes: a bucket is closed when its gradients reach this many bytes.
+        compression: "none", "bf16", "fp16" or "one_bit": what travels between data-parallel ranks for each float32
+            value (`pyfast.parallel.compression`).
     """
 
     stage = 0  # of ZeRO
@@ -144,14 +149,21 @@ class FlatBuckets:
         *,
         group_of: Callable[[str, Parameter], Hashable] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        compression: str = "none",
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: is {bucket_bytes}, must be >= 1")
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression: is {compression!r}, must be one of {', '.join(COMPRESSIONS)}")
         self._mesh = mesh
         self.buckets = [
             _make_bucket(members, mesh, key, self.stage, self._fill)
             for key, members in self._arrange(_partition(named_parameters, mesh, group_of, bucket_bytes, self._unit_of))
         ]
+        self._compression = None if compression == "none" else Compression(compression)
+        if self._compression is not None:
+            for bucket in self.buckets:
+                self._compression.prepare(bucket)
         self._slots: dict[Parameter, _Slot] = {}
         self._hooks = []
         for bucket in self.buckets:
@@ -258,6 +270,11 @@ class FlatBuckets:
             part.shape
         )
 
+    def residuals(self) -> dict[str, dict[str, Tensor]]:
+        """Kind -> parameter name -> what compression has not sent yet of this rank's gradients, shaped like the
+        parameter: to be saved with the optimizer's state. Empty where nothing is left out."""
+        return {} if self._compression is None else self._compression.residuals()
+
     def update_parameters(self) -> None:
         """Call after the shards of the parameters were changed, as an optimizer does: the other ranks get them."""
 
@@ -346,6 +363,8 @@ class FlatBuckets:
 
     def _first_group(self, bucket: Bucket) -> Group | None:
         """The group over which the bucket's gradient is summed while backward runs."""
+        if self._compression is not None and bucket.data_group is not None:
+            return bucket.data_group
         return bucket.groups[0] if bucket.groups else None
 
     def _reduce(self, bucket: Bucket) -> Work:
@@ -353,6 +372,8 @@ class FlatBuckets:
         group = self._first_group(bucket)
         if group is None:
             return Work(None, bucket.main_grad)
+        if self._compression is not None and group is bucket.data_group:
+            return self._compression.all_reduce(bucket, self._label(bucket))
         return group.all_reduce(bucket.main_grad, name=self._label(bucket), async_op=True)
 
     def _label(self, bucket: Bucket) -> str:
@@ -410,8 +431,9 @@ def _make_bucket(
     first = members[0][1]
     layout = get_layout(first)
     groups = _reduction_groups(mesh, layout.partial, layout.reduce)
+    data_group = groups[-1] if _shard_dimensions(mesh, layout.reduce) else None
     shared_out_over = _shard_dimensions(mesh, layout.reduce) if stage else ()
-    shard_group = groups[-1] if shared_out_over else None
+    shard_group = data_group if stage else None
     offsets, end = [], 0
     for _, parameter in members:
         offsets.append(end)
@@ -432,6 +454,7 @@ def _make_bucket(
         main_grad=grad if stage < 2 else None,
         key=key,
         groups=groups,
+        data_group=data_group,
         shard_group=shard_group,
         shard=shard,
         data_shard=data[shard],

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 # The part of the table that works; keys outside it are refused until they do, never ignored.
-_SUPPORTED = ("tensor", "data", "order", "zero")
+_SUPPORTED = ("tensor", "data", "order", "zero", "compression")
 # Stages of ZeRO that are built.
 ZERO_STAGES = (0, 1, 2, 3)
+# What may travel between data-parallel ranks for a float32 gradient.
+COMPRESSIONS = ("none", "bf16", "fp16", "one_bit")
 _DIMENSIONS = ("tp", "cp", "pp", "dp")
 
 
@@ -25,6 +27,7 @@ class ParallelConfig:
         expert_tensor: ranks that share each expert.
         zero: ZeRO stage: 0, every data-parallel rank holds everything; 1, they share out the optimizer's state and the
             float32 masters; 2, the gradients too.
+        compression: of gradients on their way between data-parallel ranks: "none", "bf16", "fp16" or "one_bit".
         sequence_parallel: spread activations between tensor-parallel blocks over the sequence.
         schedule: pipeline schedule.
         layers_per_stage: layers of each stage, when not even.
@@ -40,6 +43,7 @@ class ParallelConfig:
     expert: int = 1
     expert_tensor: int = 1
     zero: int = 0
+    compression: str = "none"
     sequence_parallel: bool | None = None
     schedule: str | None = None
     layers_per_stage: list[int] | None = None
@@ -59,6 +63,8 @@ class ParallelConfig:
                 raise ValueError(f"parallel.{name}: is {value!r}, must be a whole number >= 1")
         if not isinstance(self.zero, int) or isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
             raise ValueError(f"parallel.zero: is {self.zero!r}, must be 0, 1, 2 or 3")
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"parallel.compression: is {self.compression!r}, must be one of {', '.join(COMPRESSIONS)}")
         if sorted(self.order.split("-")) != sorted(_DIMENSIONS):
             raise ValueError(
                 f"parallel.order: is {self.order!r}, must name each of {', '.join(_DIMENSIONS)} once, joined by '-', "

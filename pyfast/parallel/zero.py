@@ -39,6 +39,7 @@ def make_buckets(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     fill: Callable[[str, Tensor], None] | None = None,
     device: torch.device | str = "cpu",
+    compression: str = "none",
 ) -> FlatBuckets:
     """The parameters of `model` in flat buckets that `stage` of ZeRO shares out over the data-parallel ranks.
 
@@ -49,16 +50,17 @@ def make_buckets(
     on_meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if on_meta is not None and stage != 3:
         raise ValueError(f"model: parameter '{on_meta}' is on the meta device, which stage 3 alone takes")
+    settings = {"group_of": group_of, "bucket_bytes": bucket_bytes, "compression": compression}
     if stage == 0:
-        return FlatBuckets(model.named_parameters(), mesh, group_of=group_of, bucket_bytes=bucket_bytes)
+        return FlatBuckets(model.named_parameters(), mesh, **settings)
     if stage == 3:
         from pyfast.parallel.zero3 import Zero3Buckets  # which is built on this file
 
-        return Zero3Buckets(model, mesh, group_of=group_of, bucket_bytes=bucket_bytes, fill=fill, device=device)
+        return Zero3Buckets(model, mesh, **settings, fill=fill, device=device)
     kinds = {1: Zero1Buckets, 2: Zero2Buckets}
     if stage not in kinds:
         raise ValueError(f"stage: is {stage!r}, must be 0, 1, 2 or 3")
-    return kinds[stage](model, mesh, group_of=group_of, bucket_bytes=bucket_bytes)
+    return kinds[stage](model, mesh, **settings)
 
 
 class Zero1Buckets(FlatBuckets):
@@ -79,8 +81,11 @@ class Zero1Buckets(FlatBuckets):
         *,
         group_of: Callable[[str, Parameter], Hashable] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        compression: str = "none",
     ) -> None:
-        super().__init__(model.named_parameters(), mesh, group_of=group_of, bucket_bytes=bucket_bytes)
+        super().__init__(
+            model.named_parameters(), mesh, group_of=group_of, bucket_bytes=bucket_bytes, compression=compression
+        )
         self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:
@@ -137,6 +142,8 @@ class Zero1Buckets(FlatBuckets):
         return self._reduce_scatter(bucket, bucket.grad_shard)
 
     def _reduce_scatter(self, bucket: Bucket, out: Tensor) -> Work:
+        if self._compression is not None:
+            return self._compression.reduce_scatter(bucket, out, self._label(bucket))
         rows = bucket.main_grad.view(bucket.shard_group.size, -1)
         return bucket.shard_group.reduce_scatter(rows, name=self._label(bucket), async_op=True, out=out)
 

@@ -101,6 +101,7 @@ class Zero3Buckets(Zero2Buckets):
         *,
         group_of: Callable[[str, Parameter], Hashable] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        compression: str = "none",
         fill: Fill | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -108,7 +109,7 @@ class Zero3Buckets(Zero2Buckets):
         self._fill = fill
         take_off_meta(model, device, fill)
         self._modules, self._unit_names = find_units(model)
-        super().__init__(model, mesh, group_of=group_of, bucket_bytes=bucket_bytes)
+        super().__init__(model, mesh, group_of=group_of, bucket_bytes=bucket_bytes, compression=compression)
 
     # Units.
 

@@ -57,6 +57,7 @@ class ZeroOptimizer:
         bucket_mb: size of a bucket's gradients in MiB.
         fill, device: at stage 3 the model may be on the meta device; `fill(name, tensor)` then writes the values of
             each parameter (of its local shape), which will live on `device`, and no rank ever holds the whole model.
+        compression: of gradients on their way between ranks: "none", "bf16", "fp16" or "one_bit".
 
     Raises:
         ValueError: for a stage, rule or number that is not allowed. RuntimeError: the ranks' parameters differ.
@@ -78,6 +79,7 @@ class ZeroOptimizer:
         bucket_mb: float = 16,
         fill: Callable[[str, Tensor], None] | None = None,
         device: torch.device | str = "cpu",
+        compression: str = "none",
     ) -> None:
         self.model, self.mesh, self.lr = model, mesh, lr
         config = OptimizerConfig(
@@ -99,6 +101,7 @@ class ZeroOptimizer:
             bucket_bytes=int(bucket_mb * (1 << 20)),
             fill=fill,
             device=device,
+            compression=compression,
         )
         self._rule = make_optimizer(self.buckets, config)
         self._summed = False
@@ -238,4 +241,4 @@ class ZeroOptimizer:
 
     def _checkpoint_state(self, scalars: dict[str, Any]) -> CheckpointState:
         parameters = {**dict(self.model.named_parameters()), **self.buckets.parameter_parts()}
-        return CheckpointState(parameters, self._rule.state_by_name(), scalars)
+        return CheckpointState(parameters, self._rule.state_by_name() | self.buckets.residuals(), scalars)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pyfast.nn.recompute import layer_kinds
-from pyfast.parallel.config import ZERO_STAGES, ParallelConfig
+from pyfast.parallel.config import COMPRESSIONS, ZERO_STAGES, ParallelConfig
 from pyfast.train.errors import ConfigError, NotSupportedYet, yaml_word
 from pyfast.train.parameter_groups import check_groups
 
@@ -270,13 +270,14 @@ PARALLEL_HELP = {
     "expert": "ranks that share the experts",
     "expert_tensor": "ranks that share each expert",
     "zero": "what data-parallel ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too",
+    "compression": "of gradients between data-parallel ranks: none, bf16, fp16 or one_bit (with error feedback)",
     "sequence_parallel": "norms and residual split along the sequence over the tensor ranks",
     "schedule": "gpipe, 1f1b, interleaved, zb-h1 or zb-v",
     "layers_per_stage": "layers of each pipeline stage; null = even",
     "order": "which dimension of the layout varies fastest over the ranks, innermost first",
     "context_method": "how attention crosses the ranks of context",
 }
-PARALLEL_READY = ("tensor", "data", "order", "zero")
+PARALLEL_READY = ("tensor", "data", "order", "zero", "compression")
 
 
 def field_types(section: type) -> dict[str, Any]:
@@ -375,6 +376,8 @@ def check_parallel(values: dict[str, Any]) -> None:
             raise ConfigError(name, value, f"allowed is {describe_type(hints[item.name])}, at least 1")
         if item.name == "zero" and value not in ZERO_STAGES:
             raise ConfigError(name, value, f"allowed is {', '.join(map(str, ZERO_STAGES))}")
+        if item.name == "compression" and value not in COMPRESSIONS:
+            raise ConfigError(name, value, f"allowed is {', '.join(COMPRESSIONS)}")
         if item.name == "order" and sorted(value.split("-")) != ["cp", "dp", "pp", "tp"]:
             raise ConfigError(name, value, "allowed is any order of tp, cp, pp and dp, joined by dashes")
 
@@ -414,6 +417,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     _check_tensor_parallel(config.model, parallel.tensor)
     micro_batch = _micro_batch(config.train, parallel.data)
     _check_optimizer(config)
+    _check_compression(config)
     _check_loss_scale(config.train)
     _check_recompute(config)
     return dataclasses.replace(
@@ -500,6 +504,21 @@ def _check_used(optimizer: OptimizerConfig) -> None:
         value, neutral = getattr(optimizer, name), getattr(default, name)
         if value != neutral:
             raise ConfigError(f"optimizer.{name}", value, why, hint=f"Leave it at {yaml_word(neutral)}.")
+
+
+def _check_compression(config: TrainConfig) -> None:
+    """What is left unsent is in units of the loss scale, which float16 changes; and float64 asks for all its digits."""
+    kind, dtype = config.parallel.compression, config.train.dtype
+    if kind != "none" and dtype == "float64":
+        raise ConfigError(
+            "parallel.compression", kind, "is for float32 gradients; with train.dtype float64 allowed is none"
+        )
+    if kind == "one_bit" and dtype == "float16":
+        why = "keeps gradients over steps, between which train.dtype float16 changes their scale"
+        raise ConfigError(
+            "parallel.compression", kind, why,
+            hint="Set train.dtype: bfloat16, or parallel.compression: fp16.",
+        )  # fmt: skip
 
 
 def _check_loss_scale(run: RunConfig) -> None:

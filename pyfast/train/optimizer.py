@@ -32,6 +32,7 @@ class FlatOptimizer:
         self.buckets = buckets.buckets
         self.update_parameters = buckets.update_parameters
         self.parameter_parts = buckets.parameter_parts
+        self.residuals = buckets.residuals
         self.config = config
         self.steps = 0
         self._state: list[dict[str, Tensor]] = [self._new_state(bucket) for bucket in self.buckets]

@@ -209,7 +209,8 @@ def checkpoint_state(
     from pyfast.parallel import CheckpointState
 
     parameters = {**dict(model.named_parameters()), **optimizer.parameter_parts()}
-    return CheckpointState(parameters, None if model_only else optimizer.state_by_name(), scalars)
+    state = None if model_only else optimizer.state_by_name() | optimizer.residuals()
+    return CheckpointState(parameters, state, scalars)
 
 
 def load_state(path: Path, model: nn.Module, optimizer: FlatOptimizer, mesh: ParallelMesh) -> dict[str, Any]:

@@ -150,6 +150,7 @@ class Trainer:
             self.model,
             self.mesh,
             stage=config.parallel.zero,
+            compression=config.parallel.compression,
             group_of=lambda name, p: parameter_group(name, p, config.optimizer),
             fill=self.model.initial_values(config.train.seed),
         )

@@ -52,6 +52,10 @@ def every_collective(rank, world_size, checked, shared_memory):
                 group.reduce_scatter(blocks[rank], name="blocks"),
                 rank_order_sum([block[rank] for block in blocks]),
             ),
+            "all_to_all": (
+                group.all_to_all(blocks[rank], name="exchange"),
+                torch.stack([block[rank] for block in blocks]),
+            ),
             "broadcast": (copied, inputs[-1]),
             "the input": (x, inputs[rank]),
         }
@@ -107,6 +111,7 @@ def test_group_of_one_needs_no_torch_distributed(monkeypatch):
         assert torch.equal(group.all_reduce(x, name="x", async_op=True).wait(), torch.arange(6.0).view(2, 3))
         assert torch.equal(group.all_gather(x, name="x"), x[None])
         assert torch.equal(group.reduce_scatter(x[None], name="x"), x)
+        assert torch.equal(group.all_to_all(x[None], name="x"), x[None])
         out = torch.empty_like(x)
         group.all_reduce(x, name="x", out=out)
         assert torch.equal(out, x)
@@ -170,6 +175,7 @@ def test_wrap_takes_a_torch_process_group(ranks):
         (lambda g, x: g.all_reduce(x, name="x", op="mean"), "op: is 'mean'"),
         (lambda g, x: g.all_reduce(x, name="x", out=x.double()), "out: is torch.float64"),
         (lambda g, x: g.reduce_scatter(x, name="x"), "first dimension must be the 1 ranks"),
+        (lambda g, x: g.all_to_all(x, name="x"), "first dimension must be the 1 ranks"),
         (lambda g, x: g.broadcast(x, src=1, name="x"), "src: is 1"),
         (lambda g, x: g.all_gather(x, name="x", out=x), "out: is torch.float32"),
     ],

@@ -14,12 +14,13 @@ def every_collective(rank, world_size):
     x = inputs[rank].clone()
     total, largest, stacked, block = x.clone(), torch.empty_like(x), x.new_empty(world_size, 2, 3), x.new_empty(2, 3)
     blocks = torch.stack([inputs[rank] + p for p in range(world_size)])
-    copied = x.clone()
+    exchanged, copied = torch.empty_like(stacked), x.clone()
     for finish in [
         native.all_reduce(total, total, "sum"),
         native.all_reduce(x, largest, "max"),
         native.all_gather(x, stacked),
         native.reduce_scatter(blocks, block),
+        native.all_to_all(blocks, exchanged),
         native.broadcast(copied, 1),
     ]:
         finish()
@@ -27,6 +28,7 @@ def every_collective(rank, world_size):
     assert torch.equal(largest, inputs[-1])
     assert torch.equal(stacked, torch.stack(inputs))
     assert torch.equal(block, sum(inputs) + world_size * rank)
+    assert torch.equal(exchanged, torch.stack([other + rank for other in inputs]))
     assert torch.equal(copied, inputs[1])
     assert torch.equal(x, inputs[rank]), "the input of an out-of-place reduction changed"
 

@@ -48,7 +48,7 @@ def any_sequence(rank, world_size, seed):
     group = Group.create("tp", range(world_size), rank=rank)
     sequence, pauses = random.Random(seed), random.Random(seed * 100 + rank)
     for index in range(150):
-        operation = sequence.choice(["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+        operation = sequence.choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
         numel, src = sequence.choice([1, 17, 5000]), sequence.randrange(world_size)
         inputs = [torch.full((numel,), float(1000 * p + index), dtype=torch.float64) for p in range(world_size)]
         if pauses.random() < 0.1:
@@ -61,6 +61,9 @@ def any_sequence(rank, world_size, seed):
             x, wanted = group.all_gather(x, name="x"), torch.stack(inputs)
         elif operation == "reduce_scatter":
             x, wanted = group.reduce_scatter(x.expand(world_size, -1) * 1.0, name="x"), sum(inputs)
+        elif operation == "all_to_all":
+            blocks = torch.stack([inputs[rank] + q for q in range(world_size)])
+            x, wanted = group.all_to_all(blocks, name="x"), torch.stack(inputs) + rank
         else:
             group.broadcast(x, src=src, name="x")
             wanted = inputs[src]
@@ -79,6 +82,7 @@ def different_lengths(rank, world_size, operation):
         "all_reduce": lambda: group.all_reduce(x, name="x"),
         "all_gather": lambda: group.all_gather(x, name="x"),
         "reduce_scatter": lambda: group.reduce_scatter(x, name="x"),
+        "all_to_all": lambda: group.all_to_all(x, name="x"),
         "broadcast": lambda: group.broadcast(x, src=0, name="x"),
     }
     with pytest.raises(ValueError, match="disagree on a collective's shape or dtype"):
@@ -88,7 +92,7 @@ def different_lengths(rank, world_size, operation):
     assert total.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
 def test_different_lengths_are_seen_without_the_checked_mode(ranks, operation):
     ranks.run(different_lengths, 3, operation)
 

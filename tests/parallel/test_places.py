@@ -36,6 +36,9 @@ class Cut(nn.Module):
             self.register_parameter(name, nn.Parameter(layout.shard(full, mesh)))
             set_layout(getattr(self, name), layout)
 
+    def forward(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        return sum((p * grad).sum() for p, grad in zip(self.parameters(), grads, strict=True))
+
 
 def numbers(mesh: ParallelMesh, stage: int) -> dict[str, torch.Tensor]:
     """The number of each value of each parameter, put together from all tensor-parallel ranks."""
@@ -56,22 +59,18 @@ def state_after_steps(mesh: ParallelMesh, stage: int, dtype: torch.dtype, rule: 
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         buckets.start_micro_batch(last=True)
-        loss = 0.0
-        for parameter in model.parameters():
-            layout = get_layout(parameter)
-            grad = layout.shard(torch.randn(layout.shape, generator=generator), mesh).to(dtype)
-            loss = loss + (parameter * (grad / mesh.size("dp"))).sum()  # halves: the sum is exact
-        loss.backward()
+        grads = [layout.shard(torch.randn(layout.shape, generator=generator), mesh) for layout in LAYOUTS.values()]
+        model([grad.to(dtype) / mesh.size("dp") for grad in grads]).backward()  # halves: the sum is exact
         buckets.end_micro_batch()
         buckets.finish()
         optimizer.step(0.01)
     buckets.wait_for_parameters()
-    found = {f"parameter.{name}": layout_whole(p.detach(), p, mesh) for name, p in model.named_parameters()}
-    for kind, parts in optimizer.state_by_name().items():
+    found, parameters = {}, {**dict(model.named_parameters()), **buckets.parameter_parts()}
+    for kind, parts in {"parameter": parameters, **optimizer.state_by_name()}.items():
         for name in LAYOUTS:
             if name in parts:
                 part = parts[name]
-                local = buckets.gather(name, part) if isinstance(part, FlatPart) else part
+                local = buckets.gather(name, part) if isinstance(part, FlatPart) else part.detach()
                 found[f"{kind}.{name}"] = layout_whole(local, getattr(model, name), mesh)
     return found
 
@@ -102,6 +101,7 @@ def test_numbers_are_places_in_the_unsharded_tensor():
         (2, 4, 1, torch.bfloat16, "adamw"),
         (2, 4, 2, torch.float32, "adamw"),
         (4, 4, 0, torch.bfloat16, "adamw"),
+        (2, 4, 3, torch.bfloat16, "adamw"),
     ],
 )
 def test_every_layout_has_the_bits_of_one_process(ranks, tensor, world_size, stage, dtype, rule):

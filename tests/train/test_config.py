@@ -404,3 +404,11 @@ def test_keys_are_not_abbreviated():
 def test_no_is_neutral_for_what_is_not_built_yet():
     assert parse(["--log.tensorboard", "false", "--log.timeline", "false"])
     assert "not supported yet" in error_of("--log.timeline", "true")
+
+
+def test_compression_says_what_it_cannot_do():
+    data = ("--parallel.data", "2", "--parallel.compression")
+    assert parse([*data, "bf16"]).parallel.compression == "bf16"
+    assert "parallel.compression" in error_of(*data, "zip") and "one_bit" in error_of(*data, "zip")
+    assert "changes their scale" in error_of(*data, "one_bit", "--train.dtype", "float16")
+    assert "allowed is none" in error_of(*data, "bf16", "--train.dtype", "float64")

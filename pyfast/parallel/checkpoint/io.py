@@ -28,6 +28,7 @@ from pyfast.parallel.checkpoint.state import (
     SavePlanner,
     describe,
     differences,
+    is_residual,
     layout_to_json,
 )
 from pyfast.parallel.checkpoint.storage import SafetensorsReader, SafetensorsWriter, sync_directory
@@ -107,6 +108,8 @@ def load(
     def inspect() -> dict[str, tuple[tuple[int, ...], str]]:
         nonlocal metadata, tensors
         metadata, tensors = read_metadata(path), state.tensors(mesh)
+        # what another number of ranks left unsent, or none did, is not there to be read
+        tensors = {name: t for name, t in tensors.items() if name in metadata.tensors or not is_residual(name)}
         return describe(tensors)
 
     # Names of all ranks together are the model's: a rank may hold only some of them.

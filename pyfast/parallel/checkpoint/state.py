@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from pyfast.nn.layout import Layout, MeshLike, get_layout
 from pyfast.parallel.checkpoint.metadata import TensorRecord, dtype_name
 from pyfast.parallel.checkpoint.storage import STORABLE_DTYPES
+from pyfast.parallel.compression import RESIDUAL
 from pyfast.parallel.flat_part import FlatPart
 
 # The optimizer's float32 copy of a low-precision parameter: stored as the parameter itself.
@@ -242,6 +243,12 @@ class LoadPlanner(DefaultLoadPlanner):
 # ------------------------------------------------------------------------------------------ does it fit the model?
 
 
+def is_residual(stored_name: str) -> bool:
+    """Whether a tensor is what compression had not sent of one rank's gradients: read by that rank where both the
+    checkpoint and the run have it, else passed over."""
+    return stored_name.startswith(f"optimizer.{RESIDUAL}")
+
+
 def describe(tensors: dict[str, LocalPart]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name -> (unsharded shape, dtype), what `differences` compares."""
     return {name: (tuple(t.global_shape), dtype_name(t.tensor.dtype)) for name, t in tensors.items()}
@@ -254,7 +261,7 @@ def differences(
     if ignore_optimizer:
         stored = {name: record for name, record in stored.items() if not name.startswith("optimizer.")}
     missing = [f"missing in the checkpoint: {name}" for name in wanted if name not in stored]
-    unexpected = [f"not in the model: {name}" for name in stored if name not in wanted]
+    unexpected = [f"not in the model: {name}" for name in stored if name not in wanted and not is_residual(name)]
     other = []
     for name, (shape, dtype) in wanted.items():
         record = stored.get(name)

@@ -3,7 +3,7 @@
 Each rank has two slots of data. An *epoch* is one use of a slot by all ranks:
 
     epoch = memory.open(signature, length, nbytes)   what each rank brings is agreed upon: a disagreement is the same
-                                                     ValueError on every rank, before any data moves
+                                                     ValueError on every rank, before anyone reads any data
     epoch.buffer(me, dtype, shape)[...] = ...        put: into one's own slot
     epoch.signal(chunk)                              a flag is raised to the epoch's number
     epoch.wait(rank, chunk)                          until a peer has raised its own
@@ -78,8 +78,11 @@ class SymmetricMemory:
         control = share_segments(process_group, len(ranks), rank, size)
         return None if control is None else cls(process_group, ranks, rank, control, timeout_s)
 
-    def open(self, signature: str, length: int, nbytes: int) -> Epoch:
-        """Begin the next epoch, together with every other rank.
+    def announce(self, signature: str, length: int, nbytes: int) -> Epoch:
+        """Begin the next epoch on this rank and say so; `Epoch.agree` must follow before a peer's data is read.
+
+        In between this rank may fill its own slot, if `Epoch.has_room`: then the ranks wait for each other once, not
+        twice.
 
         Args:
             signature: what must be equal on all ranks: operation, dtypes, shapes.
@@ -87,32 +90,23 @@ class SymmetricMemory:
             nbytes: bytes this rank will put into its slot.
 
         Raises:
-            ValueError: the signatures differ; the same on every rank.
             RuntimeError: a rank has ended, given up or not come within the timeout.
         """
         self._number += 1
-        epoch = Epoch(self, self._number)
+        epoch = Epoch(self, self._number, nbytes <= self._capacity[self._number & 1])
         # Whoever still read this slot two epochs ago would read what is written now.
         for rank in range(self.size):
             epoch._wait_line(rank, epoch._line + 1, self._number - 2, "to close the epoch before the last")
         text = signature.encode()
         text = text if len(text) <= 400 else text[:380] + hashlib.sha256(text).hexdigest()[:20].encode()
-        header = _HEADER.pack(length, nbytes, len(text), text)
-        place = slice(epoch.slot * _HEADER_BYTES, epoch.slot * _HEADER_BYTES + _HEADER.size)
-        self._control[self.rank][place] = header
+        self._control[self.rank][epoch._header] = _HEADER.pack(length, nbytes, len(text), text)
         self._C.flag_raise(self._addresses[self.rank] + epoch._line_offset(0), self._number)
-        headers = []
-        for rank in range(self.size):
-            epoch._wait_line(rank, epoch._line, self._number, "to begin")
-            headers.append(self._control[rank][place])
-        if any(other[16:] != header[16:] for other in headers):
-            epoch.close()
-            raise ValueError(_disagreement(self._ranks, headers))
-        fields = [_HEADER.unpack(other) for other in headers]
-        epoch.lengths = tuple(field[0] for field in fields)
-        largest = max(field[1] for field in fields)
-        if largest > self._capacity[epoch.slot]:
-            self._grow(epoch.slot, largest)
+        return epoch
+
+    def open(self, signature: str, length: int, nbytes: int) -> Epoch:
+        """`announce`, then `Epoch.agree`."""
+        epoch = self.announce(signature, length, nbytes)
+        epoch.agree()
         return epoch
 
     def abandon(self) -> None:
@@ -138,14 +132,42 @@ class Epoch:
     Attributes:
         number: counts from 1; what the flags are raised to.
         slot: 0 or 1.
-        lengths: what each rank gave as `length`.
+        lengths: what each rank gave as `length`; known once agreed.
+        has_room: whether this rank's bytes fit into its slot when the epoch was announced.
+        grown: whether the slots have become larger since, with nothing in them; the same on all ranks once agreed.
     """
 
-    def __init__(self, memory: SymmetricMemory, number: int) -> None:
+    def __init__(self, memory: SymmetricMemory, number: int, has_room: bool) -> None:
         self._memory = memory
-        self.number, self.slot = number, number & 1
+        self.number, self.slot, self.has_room = number, number & 1, has_room
+        self._header = slice(self.slot * _HEADER_BYTES, self.slot * _HEADER_BYTES + _HEADER.size)
         self.lengths: tuple[int, ...] = ()
+        self.grown = False
         self._line = _FIRST + self.slot * (2 + memory._chunks)
+
+    def agree(self) -> None:
+        """Wait for every rank's announcement and compare them.
+
+        Slots too small for one rank's bytes grow on all ranks, and lose their contents: `grown` tells.
+
+        Raises:
+            ValueError: the signatures differ; the same on every rank.
+            RuntimeError: a rank has ended, given up or not come within the timeout.
+        """
+        memory = self._memory
+        headers = []
+        for rank in range(memory.size):
+            self._wait_line(rank, self._line, self.number, "to begin")
+            headers.append(memory._control[rank][self._header])
+        if any(other[16:] != headers[0][16:] for other in headers):
+            self.close()
+            raise ValueError(_disagreement(memory._ranks, headers))
+        fields = [_HEADER.unpack(other) for other in headers]
+        self.lengths = tuple(field[0] for field in fields)
+        largest = max(field[1] for field in fields)
+        self.grown = largest > memory._capacity[self.slot]
+        if self.grown:
+            memory._grow(self.slot, largest)
 
     def buffer(self, rank: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The slot of `rank` as a contiguous tensor, in place; good until `close`."""

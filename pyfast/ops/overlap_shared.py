@@ -25,6 +25,8 @@ from pyfast.ops.overlap_sums import add_in_order, shape_except
 Pairs = Sequence[tuple[Tensor, Tensor]]
 # With more than two ranks a small sum is made by all of them at once, a large one in parts that they exchange.
 _SMALL_SUM_BYTES = 1 << 17
+# Flags of a gather: the shard is in its slot; or, where the slots have grown meanwhile, in its new slot.
+_IN_PLACE, _IN_NEW_PLACE = 0, 1
 
 
 class SharedTransport:
@@ -85,6 +87,8 @@ class SharedTransport:
         if addend is not None:
             part += addend.reshape(part.shape)
             self._signal_all(epoch)
+        if epoch.has_room:
+            guard(epoch.agree)
         start, length = cut.start(self._rank), cut.lengths[self._rank]
 
         def finish() -> Tensor:
@@ -113,6 +117,9 @@ class SharedTransport:
         self._partials(epoch, scatter_panels(cut, rank), [(x, b)], part, flags)
         if at_once:
             epoch.signal(size)
+        if epoch.has_room:
+            guard(epoch.agree)
+        if at_once:
             guard(lambda: [epoch.wait(peer, size) for peer in range(size)])
             add_in_order(wholes, bias, out.view(rows, width))
         else:
@@ -134,16 +141,21 @@ class SharedTransport:
         signature = f"{operation} {x.dtype} {shape_except(x.shape, dim)} gathered along {dim}"
         place = self._group.announce(operation, name, x)
         guard = functools.partial(self._group.guard, place)
-        epoch = guard(lambda: self._memory.open(signature, x.shape[dim], x.nbytes))
-        epoch.buffer(self._rank, x.dtype, x.shape).copy_(x)
-        epoch.signal(0)
+        epoch = guard(lambda: self._memory.announce(signature, x.shape[dim], x.nbytes))
+        if epoch.has_room:
+            epoch.buffer(self._rank, x.dtype, x.shape).copy_(x)
+            epoch.signal(_IN_PLACE)
+        guard(epoch.agree)
+        if epoch.grown:  # into the new slot then; the flag of the old one may be up
+            epoch.buffer(self._rank, x.dtype, x.shape).copy_(x)
+            epoch.signal(_IN_NEW_PLACE)
         return epoch, Cut.of(x.shape, dim, epoch.lengths), guard
 
     def _collect(self, epoch: Epoch, cut: Cut, x: Tensor, dim: int) -> Tensor:
         whole = x.new_empty(_with(x.shape, dim, cut.length, x.shape[-1]))
         size = self._memory.size
         for rank in ((self._rank + step) % size for step in range(size)):
-            epoch.wait(rank, 0)
+            epoch.wait(rank, _chunk(epoch))
             shard = epoch.buffer(rank, x.dtype, _with(x.shape, dim, cut.lengths[rank], x.shape[-1]))
             whole.narrow(dim, cut.start(rank), cut.lengths[rank]).copy_(shard)
         return whole
@@ -155,23 +167,28 @@ class SharedTransport:
         shards = [epoch.buffer(rank, x.dtype, (cut.shard_rows(rank), depth)) for rank in range(size)]
         if bias is not None:
             out.copy_(bias)
-        arrives = [0 if rank == self._rank else epoch.flag(rank, 0) for rank in range(size)]
+        arrives = [0 if rank == self._rank else epoch.flag(rank, _chunk(epoch)) for rank in range(size)]
         flags = Flags(epoch.number, self._memory.peers, self._memory.timeout_s, arrives, [0] * size)
         panels = gather_panels(cut, self._rank)
         target = out.view(cut.rows, b.shape[1])
         multiply = kernels.for_device(x.device).panel_gemm
         failed = multiply(panels, shards, b, target, flags, accumulate=bias is not None)
         if failed >= 0:
-            epoch.raise_for(failed, "with chunk 0")
+            epoch.raise_for(failed, f"with chunk {_chunk(epoch)}")
 
     def _open_for_sum(
         self, operation: str, name: str, signature: str, x: Tensor, rows: int, width: int
     ) -> tuple[Epoch, Tensor, Callable]:
-        """An epoch with room for a partial [rows, width] in the precision of sums, and that room."""
+        """An epoch with room for a partial [rows, width] in the precision of sums, and that room.
+
+        The caller agrees once its partial is there, unless it was done here, to make room.
+        """
         wide = sum_dtype(x.dtype)
         place = self._group.announce(operation, name, x)
         guard = functools.partial(self._group.guard, place)
-        epoch = guard(lambda: self._memory.open(signature, rows, rows * width * wide.itemsize))
+        epoch = guard(lambda: self._memory.announce(signature, rows, rows * width * wide.itemsize))
+        if not epoch.has_room:
+            guard(epoch.agree)
         return epoch, epoch.buffer(self._rank, wide, (rows, width)), guard
 
     def _partials(
@@ -207,6 +224,10 @@ def scatter_panels(cut: Cut, rank: int) -> Tensor:
     """`scatter_order` as panel_gemm takes it: from the whole into the whole, owner after owner."""
     panels = [(owner, row, row, rows) for owner, _, row, rows in scatter_order(cut, rank)]
     return torch.tensor(panels, dtype=torch.int64).view(-1, 4)
+
+
+def _chunk(epoch: Epoch) -> int:
+    return _IN_NEW_PLACE if epoch.grown else _IN_PLACE
 
 
 def _in_place(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> bool:

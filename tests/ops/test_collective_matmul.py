@@ -239,6 +239,30 @@ def test_calls_in_a_row_with_late_ranks_and_inputs_that_change(ranks, world_size
     ranks.run(many_calls, world_size)
 
 
+def one_shard_grows(rank, world_size):
+    """The shards that fit are in place before the slots grow for another's: nobody may read them from the new slots
+    before they are there too."""
+    group = Group.create("tp", range(world_size), rank=rank, timeout_s=30)
+    memory = group.symmetric()
+    grow = memory._grow
+
+    def slowly(slot, nbytes):
+        grow(slot, nbytes)
+        if rank == 1:
+            time.sleep(0.2)
+
+    memory._grow = slowly
+    w = normal(3, 6, seed=1)
+    for step, large in enumerate((4, 4, 200_000, 4, 300_000)):
+        lengths = [large if peer == step % world_size else 4 for peer in range(world_size)]
+        x_full = normal(sum(lengths), 6, seed=step)
+        close(ops.all_gather_matmul(part(x_full, lengths, rank, 0), w, group), x_full @ w.t())
+
+
+def test_slots_that_grow_for_one_rank_hold_the_shards_of_all(ranks):
+    ranks.run(one_shard_grows, 2)
+
+
 def bits(rank, world_size):
     """One thread, two, three; twice."""
     group = Group.create("tp", range(world_size), rank=rank, timeout_s=30)

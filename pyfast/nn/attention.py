@@ -32,6 +32,8 @@ class Attention(nn.Module):
         bias, output_bias: of the fused projection, and of the output projection.
         scale: of the scores, default D^-0.5.
         group, mesh_dim, name: as in ColumnParallelLinear; each rank holds Nq / P and Nk / P heads.
+        sequence_dim: the dimension along which x and the result are cut over the group, as in ColumnParallelLinear;
+            q, k and v share one gather. cos, sin, positions and cu_seqlens stay those of the whole sequence.
     Raises ValueError when heads or kv_heads do not divide over the group, or kv_heads does not divide heads.
     """
 
@@ -51,6 +53,7 @@ class Attention(nn.Module):
         group: object | None = None,
         mesh_dim: str = "tp",
         name: str = "attention",
+        sequence_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -72,7 +75,7 @@ class Attention(nn.Module):
         self.window = (-1, -1) if window is None else (window - 1, 0)
         self.scale = scale
         tensor = {"dtype": dtype, "device": device}
-        options = {"group": group, "mesh_dim": mesh_dim, **tensor}
+        options = {"group": group, "mesh_dim": mesh_dim, "sequence_dim": sequence_dim, **tensor}
         parts = (heads * head_size, kv_heads * head_size, kv_heads * head_size)
         self.qkv = ColumnParallelLinear(width, sum(parts), bias=bias, parts=parts, name=f"{name}.qkv", **options)
         self.output = RowParallelLinear(heads * head_size, width, bias=output_bias, name=f"{name}.output", **options)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from pyfast.nn.layout import Layout, Shard
 from pyfast.nn.parameter import LayoutModule, active_group, check_enough, linear_bound, new_parameter
+from pyfast.ops.all_gather_matmul import all_gather_matmul
 from pyfast.ops.checks import autocast
 from pyfast.ops.collective import reduce_from_group
 from pyfast.ops.dispatch import refuse_second_derivative
 from pyfast.ops.linear import input_gradient, linear, weight_gradient
+from pyfast.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
 class ColumnParallelLinear(LayoutModule):
@@ -31,7 +33,10 @@ class ColumnParallelLinear(LayoutModule):
             out_features; each is cut over the ranks separately. Default: one block.
         mesh_dim: the mesh dimension the group belongs to, for the parameters' Layout.
         name: names the collectives in errors, records and profiles.
-    The gradient of x is summed over the group. Raises ValueError when the parts do not add up to out_features.
+        sequence_dim: the dimension along which x is cut over the group (sequence parallelism, Korthikanti et al.,
+            2022): it is gathered beside the product. None: x is whole on every rank.
+    The gradient of x is summed over the group (and cut again). Raises ValueError when the parts do not add up to
+    out_features.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class ColumnParallelLinear(LayoutModule):
         parts: Sequence[int] | None = None,
         mesh_dim: str = "tp",
         name: str = "column_linear",
+        sequence_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -52,7 +58,7 @@ class ColumnParallelLinear(LayoutModule):
         if sum(parts) != out_features:
             raise ValueError(f"parts={parts} add up to {sum(parts)}, they must add up to out_features={out_features}")
         self.in_features, self.out_features, self.name = in_features, out_features, name
-        self.group = active_group(group)
+        self.group, self.sequence_dim = active_group(group), sequence_dim
         for part in parts:
             check_enough(self.group, f"{name}: a part of out_features", part)
         options = {"dtype": dtype, "device": device}
@@ -64,6 +70,9 @@ class ColumnParallelLinear(LayoutModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
             return linear(x, self.weight, self.bias)
+        if self.sequence_dim is not None:
+            options = {"dim": self.sequence_dim, "name": self.name}
+            return all_gather_matmul(x, self.weight, self.group, bias=self.bias, **options)
         return column_parallel_linear(x, self.weight, self.bias, self.group, self.name)
 
     def extra_repr(self) -> str:
@@ -73,7 +82,9 @@ class ColumnParallelLinear(LayoutModule):
 class RowParallelLinear(LayoutModule):
     """y = sum over ranks of x W^T, + b once: x [..., in_local] -> y [..., out] on every rank.
 
-    Arguments as in ColumnParallelLinear; `parts` are blocks stacked along the inputs.
+    Arguments as in ColumnParallelLinear; `parts` are blocks stacked along the inputs. With `sequence_dim` each rank
+    gets its part of y along that dimension, as even as possible, and the gradient of the bias is a part on each rank,
+    as its Layout says.
     """
 
     def __init__(
@@ -86,6 +97,7 @@ class RowParallelLinear(LayoutModule):
         parts: Sequence[int] | None = None,
         mesh_dim: str = "tp",
         name: str = "row_linear",
+        sequence_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -94,17 +106,22 @@ class RowParallelLinear(LayoutModule):
         if sum(parts) != in_features:
             raise ValueError(f"parts={parts} add up to {sum(parts)}, they must add up to in_features={in_features}")
         self.in_features, self.out_features, self.name = in_features, out_features, name
-        self.group = active_group(group)
+        self.group, self.sequence_dim = active_group(group), sequence_dim
         for part in parts:
             check_enough(self.group, f"{name}: a part of in_features", part)
         options = {"dtype": dtype, "device": device}
         layout = Layout((out_features, in_features), (Shard(mesh_dim, 1, parts),))
         self.weight = new_parameter(layout, self.group, mesh_dim, bound=linear_bound(in_features), **options)
-        self.bias = new_parameter(Layout((out_features,)), self.group, mesh_dim, **options) if bias else None
+        partial = () if sequence_dim is None else (mesh_dim,)
+        bias_layout = Layout((out_features,), partial=partial)
+        self.bias = new_parameter(bias_layout, self.group, mesh_dim, **options) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
             return linear(x, self.weight, self.bias)
+        if self.sequence_dim is not None:
+            options = {"dim": self.sequence_dim, "name": self.name}
+            return matmul_reduce_scatter(x, self.weight, self.group, bias=self.bias, **options)
         y = reduce_from_group(linear(x, self.weight), self.group, self.name, in_place=True)
         return y if self.bias is None else y + self.bias
 

@@ -19,7 +19,9 @@ rank and chunk when the peer's process has ended, when it has given up, or after
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import struct
 import weakref
 from collections.abc import Sequence
@@ -31,7 +33,8 @@ from torch import Tensor
 from pyfast.comm.segments import Segments, close_all, share_segments
 
 _LINE = 64  # bytes of a flag, csrc/flags.h
-_HEADER = struct.Struct("qqq400s")  # length, bytes wanted, of the text, the text
+_NUMBERS, _TEXT = struct.Struct("qq"), struct.Struct("q400s")  # length, bytes wanted | bytes of the text, the text
+_MOST_VIEWS = 512
 _HEADER_BYTES = 448
 _FLAGS = 2 * _HEADER_BYTES  # a control segment: two headers, then flags
 _GRAIN = 1 << 21
@@ -66,6 +69,7 @@ class SymmetricMemory:
         self.peers = torch.tensor(list(zip(failed, control.pidfds, strict=True)), dtype=torch.int64)
         self._slots: list[list[Tensor] | None] = [None, None]
         self._capacity = [0, 0]
+        self._views: dict[tuple, Tensor] = {}  # making one costs more than reading a small buffer
         self._number = 0
         weakref.finalize(self, close_all, control.pidfds)
 
@@ -97,9 +101,7 @@ class SymmetricMemory:
         # Whoever still read this slot two epochs ago would read what is written now.
         for rank in range(self.size):
             epoch._wait_line(rank, epoch._line + 1, self._number - 2, "to close the epoch before the last")
-        text = signature.encode()
-        text = text if len(text) <= 400 else text[:380] + hashlib.sha256(text).hexdigest()[:20].encode()
-        self._control[self.rank][epoch._header] = _HEADER.pack(length, nbytes, len(text), text)
+        self._control[self.rank][epoch._header] = _NUMBERS.pack(length, nbytes) + _encoded(signature)
         self._C.flag_raise(self._addresses[self.rank] + epoch._line_offset(0), self._number)
         return epoch
 
@@ -117,6 +119,7 @@ class SymmetricMemory:
         """New segments for `slot`, on all ranks, which all come here in the same epoch."""
         capacity = max(nbytes, self._capacity[slot] * 3 // 2)
         capacity = (capacity + _GRAIN - 1) // _GRAIN * _GRAIN
+        self._views.clear()
         self._slots[slot], self._capacity[slot] = None, 0  # free the old ones first
         shared = share_segments(self._process_group, self.size, self.rank, capacity, reserve=True)
         if shared is None:
@@ -140,7 +143,7 @@ class Epoch:
     def __init__(self, memory: SymmetricMemory, number: int, has_room: bool) -> None:
         self._memory = memory
         self.number, self.slot, self.has_room = number, number & 1, has_room
-        self._header = slice(self.slot * _HEADER_BYTES, self.slot * _HEADER_BYTES + _HEADER.size)
+        self._header = slice(self.slot * _HEADER_BYTES, self.slot * _HEADER_BYTES + _NUMBERS.size + _TEXT.size)
         self.lengths: tuple[int, ...] = ()
         self.grown = False
         self._line = _FIRST + self.slot * (2 + memory._chunks)
@@ -159,25 +162,30 @@ class Epoch:
         for rank in range(memory.size):
             self._wait_line(rank, self._line, self.number, "to begin")
             headers.append(memory._control[rank][self._header])
-        if any(other[16:] != headers[0][16:] for other in headers):
+        if any(other[_NUMBERS.size :] != headers[0][_NUMBERS.size :] for other in headers):
             self.close()
             raise ValueError(_disagreement(memory._ranks, headers))
-        fields = [_HEADER.unpack(other) for other in headers]
-        self.lengths = tuple(field[0] for field in fields)
-        largest = max(field[1] for field in fields)
+        self.lengths, wanted = zip(*(_NUMBERS.unpack_from(other) for other in headers), strict=True)
+        largest = max(wanted)
         self.grown = largest > memory._capacity[self.slot]
         if self.grown:
             memory._grow(self.slot, largest)
 
     def buffer(self, rank: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The slot of `rank` as a contiguous tensor, in place; good until `close`."""
-        numel = 1
-        for length in shape:
-            numel *= length
-        slots = self._memory._slots[self.slot]
+        memory, key = self._memory, (self.slot, rank, dtype, tuple(shape))
+        view = memory._views.get(key)
+        if view is None:
+            if len(memory._views) >= _MOST_VIEWS:
+                memory._views.clear()
+            view = memory._views[key] = self._view(rank, dtype, tuple(shape))
+        return view
+
+    def _view(self, rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        slots, numel = self._memory._slots[self.slot], math.prod(shape)
         if slots is None or numel == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
-        return slots[rank][: numel * dtype.itemsize].view(dtype).view(tuple(shape))
+            return torch.empty(shape, dtype=dtype)
+        return slots[rank][: numel * dtype.itemsize].view(dtype).view(shape)
 
     def signal(self, chunk: int) -> None:
         """Say that this rank's part of the data called `chunk` (0 .. P) is in place."""
@@ -216,9 +224,17 @@ class Epoch:
         raise RuntimeError(f"Waited for rank {self._memory._ranks[rank]} {what} (epoch {self.number}): {reason}.")
 
 
+@functools.lru_cache(maxsize=512)
+def _encoded(signature: str) -> bytes:
+    """A signature as it stands in a header; of a long one the beginning and a hash."""
+    text = signature.encode()
+    text = text if len(text) <= 400 else text[:380] + hashlib.sha256(text).hexdigest()[:20].encode()
+    return _TEXT.pack(len(text), text)
+
+
 def _disagreement(ranks: Sequence[int], headers: Sequence[bytes]) -> str:
     texts = []
     for rank, header in zip(ranks, headers, strict=True):
-        _, _, size, text = _HEADER.unpack(header)
+        size, text = _TEXT.unpack_from(header, _NUMBERS.size)
         texts.append(f"rank {rank}: {text[:size].decode(errors='replace')}")
     return f"the ranks disagree on an operation's shapes or dtypes: {'; '.join(texts)}. Nothing was sent."

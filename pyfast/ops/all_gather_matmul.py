@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyfast.comm import Group
 from pyfast.ops.checks import autocast
-from pyfast.ops.dispatch import refuse_second_derivative
+from pyfast.ops.dispatch import records, refuse_second_derivative
 from pyfast.ops.linear import add_weight_gradient, weight_gradient
 from pyfast.ops.main_grad import Defer, add_or_defer, check_main_grad
 from pyfast.ops.overlap import Transport, bias_gradient, check_dim, check_product, transport_for
@@ -70,7 +70,14 @@ def all_gather_matmul(
         check_main_grad("main_grad", buffer, "w", weight, defer)
     group = Group.wrap(group)
     call = _Call(transport_for(group, x.device, transport), dim, name, return_gathered, tuple(main_grads), defer)
-    results = _AllGatherMatmul.apply(call, x, *weights, *biases)
+    if records((x, *weights, *biases)):
+        results = _AllGatherMatmul.apply(call, x, *weights, *biases)
+    else:
+        factors = [weight.t() for weight in weights]
+        outs, whole, _ = call.transport.gather_matmul(
+            "all_gather_matmul", name, x, dim, factors, biases, return_gathered
+        )
+        results = (*outs, whole) if return_gathered else tuple(outs)
     return results if several or return_gathered else results[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyfast.comm import Group
 from pyfast.ops.checks import autocast
-from pyfast.ops.dispatch import refuse_second_derivative
+from pyfast.ops.dispatch import records, refuse_second_derivative
 from pyfast.ops.linear import add_weight_gradient, input_gradient, weight_gradient
 from pyfast.ops.main_grad import Defer, add_or_defer, check_main_grad
 from pyfast.ops.overlap import Transport, bias_gradient, check_product, transport_for
@@ -50,6 +50,8 @@ def matmul_all_reduce(
     check_product(x, [w], [bias], least_dims=1)
     check_main_grad("main_grad", main_grad, "w", w, defer)
     call = _Call(transport_for(Group.wrap(group), x.device, transport), name, main_grad, defer)
+    if not records((x, w, bias)):
+        return call.transport.matmul_all_reduce("matmul_all_reduce", name, x, w.t(), bias)
     return _MatmulAllReduce.apply(call, x, w, bias)
 
 

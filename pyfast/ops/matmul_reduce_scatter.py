@@ -12,7 +12,7 @@ from torch import Tensor
 from pyfast.comm import Group
 from pyfast.comm.schedule import even_lengths
 from pyfast.ops.checks import autocast
-from pyfast.ops.dispatch import refuse_second_derivative
+from pyfast.ops.dispatch import records, refuse_second_derivative
 from pyfast.ops.linear import add_weight_gradient, weight_gradient
 from pyfast.ops.main_grad import Defer, add_or_defer, check_main_grad
 from pyfast.ops.overlap import Transport, bias_gradient, check_dim, check_product, transport_for
@@ -65,6 +65,8 @@ def matmul_reduce_scatter(
             f"x.shape[{dim}] = {x.shape[dim]}"
         )
     call = _Call(transport_for(group, x.device, transport), dim, lengths, name, main_grad, defer)
+    if not records((x, w, bias)):
+        return call.transport.matmul_scatter("matmul_reduce_scatter", name, [(x, w.t())], dim, lengths, bias)()
     return _MatmulReduceScatter.apply(call, x, w, bias)
 
 

@@ -17,7 +17,7 @@ from pyfast import kernels
 from pyfast.comm import Group
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.ops.linear import linear
-from pyfast.ops.overlap_sums import add_in_order, shape_except
+from pyfast.ops.overlap_sums import add_in_order, gather_signature, sum_signature
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
@@ -45,9 +45,7 @@ class CollectiveTransport:
     def _start_gather(
         self, operation: str, name: str, x: Tensor, dim: int
     ) -> tuple[tuple[int, ...], Callable[[], Tensor]]:
-        lengths = self._agree(
-            f"{operation} {x.dtype} {shape_except(x.shape, dim)} gathered along {dim}", x.shape[dim], x.device
-        )
+        lengths = self._agree(gather_signature(operation, x.dtype, x.shape, dim), x.shape[dim], x.device)
         padded = _padded(x, dim, max(lengths))
         work = self._group.all_gather(padded, name=name, async_op=True)
 
@@ -62,7 +60,7 @@ class CollectiveTransport:
         bias: Tensor | None = None, addend: Tensor | None = None,
     ) -> Callable[[], Tensor]:  # fmt: skip
         x, width = pairs[0][0], pairs[0][1].shape[1]
-        signature = f"{operation} {x.dtype} {shape_except(x.shape, -1)} to {width}, cut along {dim} into {lengths}"
+        signature = sum_signature(operation, x.dtype, x.shape, width, dim, lengths)
         self._agree(signature, 0, x.device)
         whole = _partial(pairs, addend)
         parts = torch.stack([_padded(part, dim, max(lengths)) for part in whole.split(lengths, dim)])
@@ -77,7 +75,7 @@ class CollectiveTransport:
         return finish
 
     def matmul_all_reduce(self, operation: str, name: str, x: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        self._agree(f"{operation} {x.dtype} {shape_except(x.shape, -1)} to {b.shape[1]}", 0, x.device)
+        self._agree(sum_signature(operation, x.dtype, x.shape, b.shape[1]), 0, x.device)
         total = _partial([(x, b)], None)
         self._group.all_reduce(total, name=name)
         out = torch.empty(total.shape, dtype=x.dtype, device=x.device)

@@ -20,7 +20,7 @@ from pyfast.comm.symmetric import Epoch, SymmetricMemory
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.kernels.matmul_choice import packed_gemm_is_faster
 from pyfast.kernels.panels import Flags
-from pyfast.ops.overlap_sums import add_in_order, shape_except
+from pyfast.ops.overlap_sums import add_in_order, gather_signature, sum_signature
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 # With more than two ranks a small sum is made by all of them at once, a large one in parts that they exchange.
@@ -80,7 +80,7 @@ class SharedTransport:
         """
         x, width = pairs[0][0], pairs[0][1].shape[1]
         cut = Cut.of(x.shape, dim, lengths)
-        signature = f"{operation} {x.dtype} {shape_except(x.shape, -1)} to {width}, cut along {dim} into {lengths}"
+        signature = sum_signature(operation, x.dtype, x.shape, width, dim, lengths)
         epoch, part, guard = self._open_for_sum(operation, name, signature, x, cut.rows, width)
         flags = [epoch.flag(self._rank, rank) for rank in range(self._memory.size)]
         self._partials(epoch, scatter_panels(cut, self._rank), pairs, part, None if addend is not None else flags)
@@ -108,7 +108,7 @@ class SharedTransport:
         width, rank, size = b.shape[1], self._rank, self._memory.size
         out = x.new_empty((*x.shape[:-1], width))
         rows = out.numel() // width if width else 0
-        signature = f"{operation} {x.dtype} {shape_except(x.shape, -1)} to {width}"
+        signature = sum_signature(operation, x.dtype, x.shape, width)
         epoch, part, guard = self._open_for_sum(operation, name, signature, x, rows, width)
         cut = Cut(1, even_lengths(rows, size), 1)
         wholes = [epoch.buffer(peer, part.dtype, (rows, width)) for peer in range(size)]
@@ -138,7 +138,7 @@ class SharedTransport:
 
     def _publish(self, operation: str, name: str, x: Tensor, dim: int) -> tuple[Epoch, Cut, Callable]:
         """Put x into this rank's slot and say so."""
-        signature = f"{operation} {x.dtype} {shape_except(x.shape, dim)} gathered along {dim}"
+        signature = gather_signature(operation, x.dtype, x.shape, dim)
         place = self._group.announce(operation, name, x)
         guard = functools.partial(self._group.guard, place)
         epoch = guard(lambda: self._memory.announce(signature, x.shape[dim], x.nbytes))

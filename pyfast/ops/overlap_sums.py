@@ -1,7 +1,8 @@
-"""What the transports of collective matmuls share: sums in rank order, and how shapes are written for agreement."""
+"""What the transports of collective matmuls share: sums in rank order, and what ranks must agree on."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,27 @@ def add_in_order(pieces: Sequence[Tensor], bias: Tensor | None, out: Tensor) -> 
         torch.add(total, terms[-1], out=out)
 
 
-def shape_except(shape: Sequence[int], dim: int) -> str:
+@functools.lru_cache(maxsize=512)
+def gather_signature(operation: str, dtype: torch.dtype, shape: Sequence[int], dim: int) -> str:
+    """What all ranks must bring alike to a gather of `shape` along `dim`."""
+    return f"{operation} {dtype} {_shape_except(shape, dim)} gathered along {dim}"
+
+
+@functools.lru_cache(maxsize=512)
+def sum_signature(
+    operation: str,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    width: int,
+    dim: int | None = None,
+    lengths: tuple[int, ...] = (),
+) -> str:
+    """What all ranks must bring alike to a sum of products of `shape` to `width`, cut along `dim` into `lengths`."""
+    cut = "" if dim is None else f", cut along {dim} into {lengths}"
+    return f"{operation} {dtype} {_shape_except(shape, -1)} to {width}{cut}"
+
+
+def _shape_except(shape: Sequence[int], dim: int) -> str:
     """`shape` as text with a star at `dim`, where ranks may differ."""
     dim %= len(shape)
     return "[" + ", ".join("*" if d == dim else str(length) for d, length in enumerate(shape)) + "]"

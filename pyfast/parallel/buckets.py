@@ -153,6 +153,8 @@ class FlatBuckets:
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: is {bucket_bytes}, must be >= 1")
+        if compression != "none" and mesh.divides_data:
+            raise ValueError(f"compression: is {compression!r}, not supported on a mesh with zero_ranks; use 'none'")
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression: is {compression!r}, must be one of {', '.join(COMPRESSIONS)}")
         self._mesh = mesh
@@ -434,6 +436,11 @@ def _make_bucket(
     data_group = groups[-1] if _shard_dimensions(mesh, layout.reduce) else None
     shared_out_over = _shard_dimensions(mesh, layout.reduce) if stage else ()
     shard_group = data_group if stage else None
+    replicated = [name for name in layout.replicated_over() if name not in shared_out_over]
+    if shard_group is not None and mesh.divides_data and set(layout.reduce) == {"dp", "cp"}:
+        shard_group = mesh.group("zero")
+        groups = [*groups[:-1], mesh.group("zero-across"), shard_group]
+        replicated.append("zero-across")
     offsets, end = [], 0
     for _, parameter in members:
         offsets.append(end)
@@ -459,7 +466,7 @@ def _make_bucket(
         shard=shard,
         data_shard=data[shard],
         grad_shard=grad[shard] if stage < 2 else grad,
-        share=_share(mesh, [name for name in layout.replicated_over() if name not in shared_out_over]),
+        share=_share(mesh, replicated),
     )
     for (name, parameter), offset in zip(members, offsets, strict=True):
         place = slice(offset, offset + parameter.numel())

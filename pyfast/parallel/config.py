@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 # The part of the table that works; keys outside it are refused until they do, never ignored.
-_SUPPORTED = ("tensor", "data", "order", "zero", "compression")
+_SUPPORTED = ("tensor", "data", "order", "zero", "zero_ranks", "compression")
 # Stages of ZeRO that are built.
 ZERO_STAGES = (0, 1, 2, 3)
 # What may travel between data-parallel ranks for a float32 gradient.
@@ -26,7 +26,9 @@ class ParallelConfig:
         expert: ranks that share the experts.
         expert_tensor: ranks that share each expert.
         zero: ZeRO stage: 0, every data-parallel rank holds everything; 1, they share out the optimizer's state and the
-            float32 masters; 2, the gradients too.
+            float32 masters; 2, the gradients too; 3, the parameters too.
+        zero_ranks: how many neighbouring data-parallel ranks share something out among themselves, such as those of a
+            node, while the groups of as many hold the same (hybrid sharding); None: all of them.
         compression: of gradients on their way between data-parallel ranks: "none", "bf16", "fp16" or "one_bit".
         sequence_parallel: spread activations between tensor-parallel blocks over the sequence.
         schedule: pipeline schedule.
@@ -43,6 +45,7 @@ class ParallelConfig:
     expert: int = 1
     expert_tensor: int = 1
     zero: int = 0
+    zero_ranks: int | None = None
     compression: str = "none"
     sequence_parallel: bool | None = None
     schedule: str | None = None
@@ -63,12 +66,28 @@ class ParallelConfig:
                 raise ValueError(f"parallel.{name}: is {value!r}, must be a whole number >= 1")
         if not isinstance(self.zero, int) or isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
             raise ValueError(f"parallel.zero: is {self.zero!r}, must be 0, 1, 2 or 3")
+        self._check_zero_ranks()
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"parallel.compression: is {self.compression!r}, must be one of {', '.join(COMPRESSIONS)}")
         if sorted(self.order.split("-")) != sorted(_DIMENSIONS):
             raise ValueError(
                 f"parallel.order: is {self.order!r}, must name each of {', '.join(_DIMENSIONS)} once, joined by '-', "
                 "fastest varying first"
+            )
+
+    def _check_zero_ranks(self) -> None:
+        ranks = self.zero_ranks
+        if ranks is None:
+            return
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+            raise ValueError(f"parallel.zero_ranks: is {ranks!r}, must be a whole number >= 2, or None for all ranks")
+        if self.zero == 0:
+            raise ValueError(f"parallel.zero_ranks: is {ranks}, but parallel.zero is 0: nothing is shared out")
+        if self.compression != "none":
+            raise ValueError(f"parallel.compression: is {self.compression!r}, not supported with parallel.zero_ranks")
+        if self.data is not None and self.data * self.context % ranks:
+            raise ValueError(
+                f"parallel.zero_ranks: is {ranks}, must divide the {self.data * self.context} data-parallel ranks"
             )
 
     def resolve(self, world_size: int) -> ParallelConfig:

@@ -50,6 +50,14 @@ def rank_groups(
     return groups
 
 
+def _divide(groups: list[tuple[int, ...]], size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Each group in pieces of `size` neighbours; and the ranks that have the same place in the pieces of a group."""
+    if any(len(group) % size for group in groups):
+        raise ValueError(f"zero_ranks: is {size}, must divide the {len(groups[0])} data-parallel ranks")
+    inside = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+    return inside, [group[i::size] for group in groups for i in range(size)]
+
+
 def _offsets(dimensions: list[int], lengths: list[int], strides: list[int]) -> list[int]:
     """Ranks reached from rank 0 by moving along `dimensions` only."""
     steps = [range(0, lengths[d] * strides[d], strides[d]) for d in dimensions]
@@ -99,6 +107,7 @@ class ParallelMesh:
             timeout_s=timeout_s,
             checked=checked,
             shared_memory=shared_memory,
+            zero_ranks=config.zero_ranks,
         )
 
     @classmethod
@@ -112,10 +121,17 @@ class ParallelMesh:
         timeout_s: float | None = None,
         checked: bool = False,
         shared_memory: bool = True,
+        zero_ranks: int | None = None,
     ) -> ParallelMesh:
-        """As `create`, from the sizes of the dimensions named in `order`, which may be any names."""
+        """As `create`, from the sizes of the dimensions named in `order`, which may be any names.
+
+        zero_ranks: divide each "dp-cp" group into groups "zero" of so many neighbours, and groups "zero-across" of
+        those that have the same place in theirs.
+        """
         combined = [joint for joint in _COMBINED if set(joint.split("-")) <= set(order.split("-"))]
         wanted = rank_groups(order, sizes, combined)
+        if zero_ranks is not None:
+            wanted["zero"], wanted["zero-across"] = _divide(wanted["dp-cp"], zero_ranks)
         if len(wanted["world"][0]) != world_size or not 0 <= rank < world_size:
             raise ValueError(
                 f"sizes: {dict(sizes)} make {len(wanted['world'][0])} ranks; the job has {world_size}, "
@@ -140,8 +156,14 @@ class ParallelMesh:
         """The mesh of one process: every dimension has size 1, and nothing is ever sent."""
         return cls.create(ParallelConfig(data=1), rank=0, world_size=1)
 
+    @property
+    def divides_data(self) -> bool:
+        """Whether data-parallel ranks share out in groups, "zero", smaller than all of them."""
+        return "zero" in self._groups and self.size("zero") < self.size("dp-cp")
+
     def group(self, name: str) -> Group:
-        """This rank's group along `name`: a dimension of the order, "dp-cp", or "world"."""
+        """This rank's group along `name`: a dimension of the order, "dp-cp", "world", and with `zero_ranks` "zero" and
+        "zero-across"."""
         if name not in self._groups:
             raise ValueError(f"name: is {name!r}, must be one of {sorted(self._groups)}")
         return self._groups[name]

@@ -270,6 +270,7 @@ PARALLEL_HELP = {
     "expert": "ranks that share the experts",
     "expert_tensor": "ranks that share each expert",
     "zero": "what data-parallel ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too",
+    "zero_ranks": "how many neighbouring data-parallel ranks share it out among themselves; null = all of them",
     "compression": "of gradients between data-parallel ranks: none, bf16, fp16 or one_bit (with error feedback)",
     "sequence_parallel": "norms and residual split along the sequence over the tensor ranks",
     "schedule": "gpipe, 1f1b, interleaved, zb-h1 or zb-v",
@@ -277,7 +278,7 @@ PARALLEL_HELP = {
     "order": "which dimension of the layout varies fastest over the ranks, innermost first",
     "context_method": "how attention crosses the ranks of context",
 }
-PARALLEL_READY = ("tensor", "data", "order", "zero", "compression")
+PARALLEL_READY = ("tensor", "data", "order", "zero", "zero_ranks", "compression")
 
 
 def field_types(section: type) -> dict[str, Any]:
@@ -376,10 +377,26 @@ def check_parallel(values: dict[str, Any]) -> None:
             raise ConfigError(name, value, f"allowed is {describe_type(hints[item.name])}, at least 1")
         if item.name == "zero" and value not in ZERO_STAGES:
             raise ConfigError(name, value, f"allowed is {', '.join(map(str, ZERO_STAGES))}")
+        if item.name == "zero_ranks" and value is not None:
+            _check_zero_ranks(value, values)
         if item.name == "compression" and value not in COMPRESSIONS:
             raise ConfigError(name, value, f"allowed is {', '.join(COMPRESSIONS)}")
         if item.name == "order" and sorted(value.split("-")) != ["cp", "dp", "pp", "tp"]:
             raise ConfigError(name, value, "allowed is any order of tp, cp, pp and dp, joined by dashes")
+
+
+def _check_zero_ranks(ranks: int, values: dict[str, Any]) -> None:
+    name = "parallel.zero_ranks"
+    if ranks < 2:
+        raise ConfigError(name, ranks, "allowed is null or a number from 2 on")
+    if not values.get("zero", 0):
+        raise ConfigError(name, ranks, "is not used with parallel.zero = 0", hint="Set parallel.zero to 1, 2 or 3.")
+    if values.get("compression", "none") != "none":
+        why = f"does not go with parallel.compression = {values['compression']}"
+        raise ConfigError(name, ranks, why, hint="Leave one of the two out.")
+    count = (values.get("data") or 0) * values.get("context", 1)
+    if count % ranks:
+        raise ConfigError(name, ranks, f"must divide the {count} data-parallel ranks")
 
 
 def layout_size(parallel: ParallelConfig) -> int:
@@ -413,6 +430,9 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
             f"{config.parallel.pipeline} needs " + (f"a multiple of {need}" if data is None else need) + " ranks"
         )
         raise ConfigError("number of ranks", world_size, allowed, hint="Change parallel.* or train.processes.")
+    ranks, groups_of = world_size // replica * config.parallel.context, config.parallel.zero_ranks
+    if groups_of is not None and ranks % groups_of:
+        raise ConfigError("parallel.zero_ranks", groups_of, f"must divide the {ranks} data-parallel ranks")
     parallel = config.parallel.resolve(world_size)
     _check_tensor_parallel(config.model, parallel.tensor)
     micro_batch = _micro_batch(config.train, parallel.data)

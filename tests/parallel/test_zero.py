@@ -98,8 +98,9 @@ def one_process(tied: bool, dtype: torch.dtype, clip: bool, rule: str) -> dict:
     return result
 
 
-def steps(rank, world_size, stage, cases, dtype_name, rule):
-    mesh = ParallelMesh.create(ParallelConfig(), rank=rank, world_size=world_size, checked=world_size == 2)
+def steps(rank, world_size, stage, cases, dtype_name, rule, zero_ranks=None):
+    config = ParallelConfig(zero=stage, zero_ranks=zero_ranks)
+    mesh = ParallelMesh.create(config, rank=rank, world_size=world_size, checked=world_size == 2)
     return [run(mesh, stage, *case, getattr(torch, dtype_name), rule) for case in cases]
 
 
@@ -168,6 +169,38 @@ def test_adamw_equals_torchs_and_its_state_is_the_same_in_every_stage(ranks, sta
     expected = one_process(True, torch.float64, True, "adamw")
     for (ours,) in ranks.run(steps, 2, stage, [(4, True, True)], "float64", "adamw"):
         assert_same(ours, expected, torch.float64)
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_groups_that_share_out_for_themselves_equal_one_process(ranks, stage):
+    """Hybrid sharding, two groups of two ranks."""
+    cases = [(1, True, False), (4, False, True)]
+    for answers in ranks.run(steps, 4, stage, cases, "float64", "sgd", 2):
+        for ours, (_, clip, tied) in zip(answers, cases, strict=True):
+            assert_same(ours, one_process(tied, torch.float64, clip, "sgd"), torch.float64)
+
+
+def divided(rank, world_size):
+    """Groups, what a rank keeps, what travels in the second step."""
+    config = ParallelConfig(zero=3, zero_ranks=2)
+    mesh = ParallelMesh.create(config, rank=rank, world_size=world_size, checked=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    optimizer = ZeroOptimizer(model, mesh, stage=3)
+    for _ in range(2):
+        with record() as events:
+            optimizer.backward(model(torch.ones(1, 64)).sum())
+            optimizer.step()
+    kept = optimizer.buckets.buckets[0].data_shard.numel()
+    return mesh.group("zero").ranks, mesh.group("zero-across").ranks, kept, [(e.operation, e.bytes) for e in events]
+
+
+def test_what_groups_keep_and_send(ranks):
+    n = 64 * 64
+    sent = [("all_gather", 4 * n // 2), ("reduce_scatter", 4 * n), ("all_reduce", 4 * n // 2)]
+    inside, across = [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 2), (1, 3), (0, 2), (1, 3)]
+    expected = [(i, a, n // 2, sent) for i, a in zip(inside, across, strict=True)]
+    assert ranks.run(divided, 4) == expected
 
 
 # ---- second oracles --------------------------------------------------------------------------------------------------

@@ -406,6 +406,17 @@ def test_no_is_neutral_for_what_is_not_built_yet():
     assert "not supported yet" in error_of("--log.timeline", "true")
 
 
+def test_zero_ranks_says_what_it_cannot_do():
+    data = ("--parallel.data", "4", "--parallel.zero_ranks")
+    assert parse([*data, "2", "--parallel.zero", "3"]).parallel.zero_ranks == 2
+    assert "parallel.zero = 0" in error_of(*data, "2")
+    assert "from 2 on" in error_of(*data, "1", "--parallel.zero", "1")
+    assert "parallel.compression" in error_of(*data, "2", "--parallel.zero", "1", "--parallel.compression", "bf16")
+    assert "must divide the 4 data-parallel ranks" in error_of(*data, "3", "--parallel.zero", "1")
+    with pytest.raises(ConfigError, match="must divide the 4 data-parallel ranks"):
+        resolve(parse(["--parallel.zero_ranks", "3", "--parallel.zero", "1"]), 4)
+
+
 def test_compression_says_what_it_cannot_do():
     data = ("--parallel.data", "2", "--parallel.compression")
     assert parse([*data, "bf16"]).parallel.compression == "bf16"

@@ -10,6 +10,7 @@ import torch
 
 from pyfast import ops
 from pyfast.comm import Group, record
+from pyfast.ops.overlap import explain_transport
 
 TRANSPORTS = ("shared_memory", "collective")
 
@@ -279,6 +280,18 @@ def bits(rank, world_size):
 
 def test_the_same_bits_for_any_number_of_threads(ranks):
     assert all(ranks.run(bits, 3))
+
+
+def explained(rank, world_size):
+    return [
+        explain_transport(Group.create("tp", range(world_size), rank=rank, shared_memory=shared)).split(":")[0]
+        for shared in (True, False)
+    ]
+
+
+def test_the_transport_is_chosen_by_what_the_ranks_have(ranks):
+    assert ranks.run(explained, 2) == [["shared_memory", "collective"]] * 2
+    assert explain_transport(Group.single()).startswith("collective")
 
 
 def sub_groups(rank, world_size):

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyfast.nn.gradient_sink import get_sink
 from pyfast.nn.layout import Layout, Shard
 from pyfast.nn.parameter import LayoutModule, active_group, check_enough, linear_bound, new_parameter
 from pyfast.ops.all_gather_matmul import all_gather_matmul
 from pyfast.ops.checks import autocast
 from pyfast.ops.collective import reduce_from_group
 from pyfast.ops.dispatch import refuse_second_derivative
-from pyfast.ops.linear import input_gradient, linear, weight_gradient
+from pyfast.ops.linear import input_gradient, linear, weight_gradient, write_weight_gradient
 from pyfast.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
@@ -69,7 +70,7 @@ class ColumnParallelLinear(LayoutModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
-            return linear(x, self.weight, self.bias)
+            return _linear(x, self.weight, self.bias)
         if self.sequence_dim is not None:
             options = {"dim": self.sequence_dim, "name": self.name}
             return all_gather_matmul(x, self.weight, self.group, bias=self.bias, **options)
@@ -118,32 +119,43 @@ class RowParallelLinear(LayoutModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
-            return linear(x, self.weight, self.bias)
+            return _linear(x, self.weight, self.bias)
         if self.sequence_dim is not None:
             options = {"dim": self.sequence_dim, "name": self.name}
             return matmul_reduce_scatter(x, self.weight, self.group, bias=self.bias, **options)
-        y = reduce_from_group(linear(x, self.weight), self.group, self.name, in_place=True)
+        y = reduce_from_group(_linear(x, self.weight, None), self.group, self.name, in_place=True)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear`, with the gradient of `weight` written to its sink if it has one."""
+    if get_sink(weight) is None:
+        return linear(x, weight, bias)
+    return column_parallel_linear(x, weight, bias, None, "")
+
+
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: object, name: str) -> Tensor:
     """x [..., in] times this rank's weight [out_local, in]; the gradient of x is summed over the group.
 
     That sum travels while the weight gradient is computed. A frozen weight skips its GEMM, an x without gradient skips
-    its GEMM and its all-reduce.
+    its GEMM and its all-reduce. group None: nobody else, no sum. The gradient of a weight with a sink goes there.
     """
+    sink = get_sink(weight)
+    parameter = weight
     x, weight, bias = autocast(x, weight, bias)  # outside: gradients come back in the parameters' dtype
-    return _ColumnParallelLinear.apply(x, weight, bias, group, name)
+    if weight is not parameter:  # a copy, whose gradient autograd casts back
+        sink = None
+    return _ColumnParallelLinear.apply(x, weight, bias, group, name, sink)
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group, name: str) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group, name: str, sink) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.name = group, name
+        ctx.group, ctx.name, ctx.sink = group, name, sink
         return linear(x, weight, bias)
 
     @staticmethod
@@ -154,11 +166,17 @@ class _ColumnParallelLinear(torch.autograd.Function):
         dx = dw = db = work = None
         if needs_x:
             dx = input_gradient(grad, weight)
-            work = ctx.group.all_reduce(dx, name=f"{ctx.name} input gradient", async_op=True)
+            if ctx.group is not None:
+                work = ctx.group.all_reduce(dx, name=f"{ctx.name} input gradient", async_op=True)
         if needs_weight:
-            dw = weight_gradient(grad, x, weight)
+            target = None if ctx.sink is None else ctx.sink.target()
+            if target is None:
+                dw = weight_gradient(grad, x, weight)
+            else:
+                write_weight_gradient(grad, x, *target)
+                dw = ctx.sink.nothing()
         if needs_bias:
             db = grad.reshape(-1, grad.shape[-1]).sum(0)
         if work is not None:
             work.wait()
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None

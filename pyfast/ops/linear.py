@@ -90,6 +90,21 @@ def add_weight_gradient(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
         kernels.for_device(dy.device).gemm(dy.t(), x, main_grad, accumulate=True)
 
 
+def write_weight_gradient(dy: Tensor, x: Tensor, target: Tensor, accumulate: bool) -> None:
+    """The gradient by w of `linear` into `target` [F, H] of the sum dtype, contiguous; added to it if `accumulate`.
+
+    By the faster product; a half-precision one that is torch's is rounded to its own dtype first, as torch does.
+    """
+    if _packed_is_faster(dy, *target.shape):
+        kernels.for_device(dy.device).gemm(_as_matrix(dy).t(), _as_matrix(x), target, accumulate=accumulate)
+    elif dy.dtype == target.dtype:
+        target.addmm_(_as_matrix(dy).t(), _as_matrix(x), beta=int(accumulate))
+    elif accumulate:
+        target.add_(_as_matrix(dy).t() @ _as_matrix(x))
+    else:
+        target.copy_(_as_matrix(dy).t() @ _as_matrix(x))
+
+
 def _packed_input_gradient(dy: Tensor, w: Tensor) -> Tensor:
     dx = dy.new_empty((*dy.shape[:-1], w.shape[1]))
     kernels.for_device(dy.device).gemm(_as_matrix(dy), w, _as_matrix(dx))

@@ -16,12 +16,14 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from pyfast.comm import Group, Work
+from pyfast.nn.gradient_sink import set_sink
 from pyfast.nn.layout import Layout, get_layout, set_layout
 from pyfast.parallel.compression import COMPRESSIONS, Compression
 from pyfast.parallel.flat_part import FlatPart
@@ -110,6 +112,14 @@ class _Slot:
     arrived: bool = False  # written in the last micro-batch
 
 
+class _Sink:
+    """The `GradientSink` of one parameter."""
+
+    def __init__(self, buckets: FlatBuckets, parameter: Parameter) -> None:
+        self.target = partial(buckets._target, parameter)
+        self.nothing = partial(buckets._nothing, parameter)
+
+
 class FlatBuckets:
     """The parameters of a model in flat buckets, and the reduction of their gradients.
 
@@ -167,11 +177,13 @@ class FlatBuckets:
             for bucket in self.buckets:
                 self._compression.prepare(bucket)
         self._slots: dict[Parameter, _Slot] = {}
+        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._hooks = []
         for bucket in self.buckets:
             for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
                 self._slots[parameter] = slot
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
+                set_sink(parameter, _Sink(self, parameter))
         self._in_step = self._last = self._reducing = False
         self._launched: list[tuple[Bucket, Work]] = []
 
@@ -329,6 +341,8 @@ class FlatBuckets:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for parameter in self._slots:
+            set_sink(parameter, None)
 
     def _take_gradient(self, parameter: Parameter) -> None:
         """The hot path, once per parameter and backward: one copy or add, nothing else."""
@@ -341,7 +355,8 @@ class FlatBuckets:
                 + "; call start_micro_batch before every backward"
             )
         if slot.filled:
-            slot.grad.add_(grad)
+            if not self._is_nothing(grad):
+                slot.grad.add_(grad)
         else:
             slot.grad.copy_(grad)
             slot.filled = True
@@ -350,6 +365,26 @@ class FlatBuckets:
             slot.bucket.missing -= 1
             if slot.bucket.missing == 0:
                 self._launch_complete()
+
+    def _target(self, parameter: Parameter) -> tuple[Tensor, bool] | None:
+        """See `GradientSink.target`. Outside a step the usual way leads to the error that says so."""
+        slot = self._slots[parameter]
+        if not self._in_step or slot.arrived:
+            return None
+        accumulate, slot.filled = slot.filled, True
+        return slot.grad, accumulate
+
+    def _nothing(self, parameter: Parameter) -> Tensor:
+        """A view of zeros that all parameters of a dtype share; autograd keeps it as their gradient, without a copy."""
+        kind, shape = (parameter.dtype, parameter.device), self._slots[parameter].shape
+        if kind not in self._zeros:
+            sizes = [slot.shape.numel() for p, slot in self._slots.items() if (p.dtype, p.device) == kind]
+            self._zeros[kind] = torch.zeros(max(sizes), dtype=parameter.dtype, device=parameter.device)
+        return self._zeros[kind][: shape.numel()].view(shape)
+
+    def _is_nothing(self, grad: Tensor) -> bool:
+        zeros = self._zeros.get((grad.dtype, grad.device))
+        return zeros is not None and grad.data_ptr() == zeros.data_ptr()
 
     def _launch_complete(self) -> None:
         # strictly in order: ranks whose gradients arrive in different orders must still meet in the same collective

@@ -172,6 +172,12 @@ class Zero2Buckets(Zero1Buckets):
             self._open(bucket)
         super()._take_gradient(parameter)
 
+    def _target(self, parameter: Parameter) -> tuple[Tensor, bool] | None:
+        bucket = self._slots[parameter].bucket
+        if self._in_step and bucket.main_grad is None and not self._slots[parameter].arrived:
+            self._open(bucket)
+        return super()._target(parameter)
+
     def _open(self, bucket: Bucket) -> None:
         """A whole buffer of gradients, for one micro-batch."""
         bucket.main_grad = torch.empty(bucket.numel, dtype=bucket.grad_shard.dtype, device=bucket.grad_shard.device)

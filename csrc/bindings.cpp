@@ -116,6 +116,11 @@ int64_t rotary(int dtype, Address x, Address cos, Address sin, Address positions
                             x_token_stride, x_head_stride, positions_batch_stride, inverse, threads});
 }
 
+double sum_of_squares(int dtype, Address x, int64_t count, int threads) {
+  py::gil_scoped_release release;
+  return kernels().sum_of_squares(DType(dtype), at<void>(x), count, threads);
+}
+
 void swiglu_forward(int dtype, Address gate, Address up, Address y, int64_t rows, int64_t width, int64_t gate_stride,
                     int64_t up_stride, int threads) {
   py::gil_scoped_release release;
@@ -192,6 +197,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("swiglu_forward", &swiglu_forward);
   m.def("swiglu_backward", &swiglu_backward);
   m.def("adamw", &adamw);
+  m.def("sum_of_squares", &sum_of_squares);
   m.def("adamw_bf16_moments", &adamw_bf16_moments);
   bind_attention(m);
   bind_moe(m);

@@ -238,6 +238,7 @@ struct Kernels {
   void (*swiglu_forward)(const SwigluForward&);
   void (*swiglu_backward)(const SwigluBackward&);
   void (*adamw)(const AdamW&);
+  double (*sum_of_squares)(DType, const void* x, int64_t count, int threads);  // f32 or f64
   void (*cross_entropy_rows)(const CrossEntropyRows&);
   void (*cross_entropy_gradient)(const CrossEntropyGradient&);
   int64_t (*attention_forward_workspace)(const AttentionShape&);

@@ -13,6 +13,7 @@ int64_t rotary(const Rotary&);
 void swiglu_forward(const SwigluForward&);
 void swiglu_backward(const SwigluBackward&);
 void adamw(const AdamW&);
+double sum_of_squares(DType, const void* x, int64_t count, int threads);
 void cross_entropy_rows(const CrossEntropyRows&);
 void cross_entropy_gradient(const CrossEntropyGradient&);
 int64_t attention_forward_workspace(const AttentionShape&);
@@ -50,6 +51,7 @@ extern "C" __attribute__((visibility("default"))) const pyfast::Kernels* pyfast_
       pyfast::swiglu_forward,
       pyfast::swiglu_backward,
       pyfast::adamw,
+      pyfast::sum_of_squares,
       pyfast::cross_entropy_rows,
       pyfast::cross_entropy_gradient,
       pyfast::attention_forward_workspace,

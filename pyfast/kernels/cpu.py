@@ -194,6 +194,14 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, invers
     return y
 
 
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Of a contiguous float32 or float64 tensor: float64 []. The same bits for any number of threads."""
+    if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
+        raise ValueError(f"x is {x.dtype} with strides {x.stride()}; a contiguous float32 or float64 tensor is needed")
+    total = _C.sum_of_squares(DTYPE_CODES[x.dtype], x.data_ptr(), x.numel(), torch.get_num_threads())
+    return torch.tensor(total, dtype=torch.float64)
+
+
 def swiglu_forward(x: Tensor, up: Tensor | None) -> Tensor:
     """silu(gate) * up, contiguous: x is the gate, or [..., 2F] with the gate first when `up` is None."""
     x_rows, rows, x_stride = as_rows(x)

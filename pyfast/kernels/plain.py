@@ -81,6 +81,15 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, invers
     return reference.rotary(x, cos, -sin if inverse else sin, positions=positions).contiguous()
 
 
+def sum_of_squares(x: Tensor) -> Tensor:
+    """See `cpu.sum_of_squares`."""
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for piece in x.flatten().split(1 << 24):  # a float64 copy of all of it might not fit
+        wide = piece.double()
+        total += torch.dot(wide, wide)
+    return total
+
+
 @full_precision
 def swiglu_forward(x: Tensor, up: Tensor | None) -> Tensor:
     """See `cpu.swiglu_forward`."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from pyfast import kernels
 from pyfast.comm import Group, Work
 from pyfast.nn.gradient_sink import set_sink
 from pyfast.nn.layout import Layout, get_layout, set_layout
@@ -328,7 +329,7 @@ class FlatBuckets:
         for bucket in self.buckets:
             index, count = bucket.share
             part = torch.tensor_split(bucket.grad_shard, count)[index]
-            total += _sum_of_squares(part).cpu()
+            total += kernels.for_device(part.device).sum_of_squares(part).cpu()
         world = self._mesh.group("world")
         if world.size > 1:
             device = self.buckets[0].grad_shard.device if self.buckets else torch.device("cpu")
@@ -533,16 +534,6 @@ def _stretch(numel: int, group: Group | None) -> slice:
         return slice(0, numel)
     length = numel // group.size
     return slice(group.rank * length, (group.rank + 1) * length)
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor, in float64."""
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    # widened in pieces that stay in the cache: on CPU six times as fast as vector_norm with dtype=float64
-    for piece in x.split(1 << 16 if x.device.type == "cpu" else 1 << 24):
-        wide = piece.double()
-        total += torch.dot(wide, wide)
-    return total
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:

@@ -349,6 +349,8 @@ class FlatBuckets:
         """The hot path, once per parameter and backward: one copy or add, nothing else."""
         slot = self._slots[parameter]
         grad, parameter.grad = parameter.grad, None
+        if grad.is_sparse:
+            grad = grad.to_dense()
         if not self._in_step or slot.arrived:
             raise RuntimeError(
                 f"gradient of '{slot.name}': "
@@ -507,7 +509,7 @@ def _make_bucket(
     for (name, parameter), offset in zip(members, offsets, strict=True):
         place = slice(offset, offset + parameter.numel())
         values = data[place].view(parameter.shape)
-        if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.itemsize:
+        if fill is not None and parameter.numel() and parameter.untyped_storage().nbytes() == 0:
             fill(name, values)
         else:
             values.copy_(parameter.detach())

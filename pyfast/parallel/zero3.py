@@ -37,6 +37,8 @@ from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.mesh import ParallelMesh
 from pyfast.parallel.zero import Zero2Buckets
 
+# In the metadata of autograd's nodes: inputs and results of units that were called.
+_KNOWN = "pyfast_known_to_units"
 # (parameter name, tensor of its local shape to fill): the initial values of a parameter on the meta device.
 Fill = Callable[[str, Tensor], None]
 
@@ -138,19 +140,39 @@ class Zero3Buckets(Zero2Buckets):
                 self._watch_unit(module, self._units[unit])
             elif not any(name.startswith(f"{inside}.") for inside in self._modules.values()):
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self._gather(self._root)))
+            else:
+                self._watch_inside(name, module)
+
+    def _watch_inside(self, name: str, module: nn.Module) -> None:
+        """Refuse a call of a part of a unit where the unit itself is not called."""
+        own = {self._unit_names[p] for p in module.parameters(recurse=False) if p in self._slots} - {""}
+
+        def check(*_: Any) -> None:
+            for unit in own:
+                if self._units[unit].buckets and not self._units[unit].whole:
+                    raise RuntimeError(
+                        f"module '{name}' was called outside a call of '{unit}', with which stage 3 gathers and frees "
+                        f"its parameters; call '{unit}', or keep what calls its parts in one module with a forward"
+                    )
+
+        if own:
+            self._hooks.append(module.register_forward_pre_hook(check))
 
     def _watch_unit(self, module: nn.Module, unit: Unit) -> None:
-        enter = module.register_forward_pre_hook(lambda *_: self._enter(unit), prepend=True)
+        enter = module.register_forward_pre_hook(
+            lambda _, *inputs: self._enter(unit, inputs), prepend=True, with_kwargs=True
+        )
         leave = module.register_forward_hook(lambda _, __, output: self._leave(unit, output), always_call=True)
         self._hooks += [enter, leave]
 
     # Forward.
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: Unit, inputs: Any) -> None:
         self._gather(self._root)
-        if _in_backward():  # recomputation, whose backward follows
-            self._begin_backward(unit)
+        if _in_backward():  # recomputation; its turn begins with the gradient of its output
+            self._gather(unit)
             return
+        _mark_known(_computed(inputs))
         if self._entered is not None and self._entered is not unit:
             self._after[self._entered] = unit
         self._entered = unit
@@ -159,12 +181,17 @@ class Zero3Buckets(Zero2Buckets):
             self._start_gather(self._after[unit])
 
     def _leave(self, unit: Unit, output: Any) -> None:
+        _check_no_parameter(unit, output)
         if _in_backward():
+            for tensor in _computed(output):  # of a reentrant checkpoint, whose first forward recorded nothing
+                tensor.register_hook(lambda _: self._begin_backward(unit))
             return
         if not torch.is_grad_enabled():
             self._free(unit)
             return
-        results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        # what is handed through was computed before this unit: its gradient comes after the unit's turn
+        results = [tensor for tensor in _computed(output) if _KNOWN not in tensor.grad_fn.metadata]
+        _mark_known(results)
         if not results:
             return  # nothing says when its backward begins, if there is one: kept until the micro-batch ends
         call = Call(unit)
@@ -180,6 +207,11 @@ class Zero3Buckets(Zero2Buckets):
     def _come_to(self, call: Call | None) -> None:
         """The turn of a call, or with None the end of backward: of the calls after it first. They had none if they got
         no gradient here; the other ranks, where they may have got one, gather and reduce at this point too."""
+        if call is not None and torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: not supported at stage 3, which frees parameters that such a graph still needs; "
+                "use stage 2"
+            )
         if call is not None and call not in self._calls:
             self._begin_backward(call.unit)  # another of its outputs, or passed over before
             return
@@ -314,6 +346,17 @@ def _free_parameters(bucket: Bucket) -> None:
     bucket.data.untyped_storage().resize_(0)
 
 
+def _check_no_parameter(unit: Unit, output: Any) -> None:
+    buffers = {bucket.data.untyped_storage().data_ptr() for bucket in unit.buckets if bucket.numel}
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
+            if tensor.untyped_storage().data_ptr() in buffers:
+                raise RuntimeError(
+                    f"output of '{unit.name}': is one of its parameters or a view of one, shape {tuple(tensor.shape)}, "
+                    "which stage 3 frees when the call ends; return a copy (`.clone()`)"
+                )
+
+
 def _check_not_written(bucket: Bucket) -> None:
     for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
         if (
@@ -322,6 +365,16 @@ def _check_not_written(bucket: Bucket) -> None:
             and not parameter.detach()[(0,) * parameter.dim()].isnan()
         ):
             raise RuntimeError(f"parameter '{slot.name}' was written while freed; use whole_parameters(write=True)")
+
+
+def _computed(values: Any) -> list[Tensor]:
+    """The tensors in `values` that backward goes through."""
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.grad_fn is not None]
+
+
+def _mark_known(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad_fn.metadata[_KNOWN] = True
 
 
 def _in_backward() -> bool:
@@ -333,7 +386,7 @@ def find_units(model: nn.Module) -> tuple[dict[nn.Module, str], dict[Parameter, 
     modules: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and not _inside(name, modules.values()):
-            for key, child in module.named_children():
+            for key, child in _called_children(module):
                 if next(child.parameters(), None) is not None:
                     modules.setdefault(child, f"{name}.{key}" if name else key)
     units: dict[Parameter, str] = {}
@@ -341,6 +394,16 @@ def find_units(model: nn.Module) -> tuple[dict[nn.Module, str], dict[Parameter, 
         unit = next((unit for unit in modules.values() if name.startswith(f"{unit}.")), "")
         units[parameter] = unit if units.get(parameter, unit) == unit else ""
     return modules, units
+
+
+def _called_children(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Its children; those that nobody can call, as they are containers without a forward, by theirs."""
+    for key, child in container.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            for inner, module in _called_children(child):
+                yield f"{key}.{inner}", module
+        elif not isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield key, child
 
 
 def _inside(name: str, units: Any) -> bool:

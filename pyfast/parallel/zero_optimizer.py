@@ -31,6 +31,7 @@ from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.mesh import ParallelMesh
 from pyfast.parallel.replicas import check_replicas
 from pyfast.parallel.zero import make_buckets
+from pyfast.parallel.zero_checks import check_model, check_no_gradient_left, check_same_on_all_ranks, check_still_bound
 from pyfast.train.config import OptimizerConfig
 from pyfast.train.optimizer import make_optimizer, parameter_group
 
@@ -92,6 +93,9 @@ class ZeroOptimizer:
             eps=eps,
             momentum=momentum,
         )
+        check_model(model)
+        settings = {"stage": stage, "compression": compression, "bucket_mb": bucket_mb, **vars(config)}
+        check_same_on_all_ranks(settings, model, mesh)
         check_replicas(((name, p) for name, p in model.named_parameters() if not p.is_meta), mesh)
         self.buckets = make_buckets(
             model,
@@ -114,6 +118,7 @@ class ZeroOptimizer:
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Call before the backward of each micro-batch, unless `backward` does it; `last`: of this step."""
+        check_still_bound(self.buckets)
         self.buckets.start_micro_batch(last=last)
         self._summed = False
 
@@ -177,6 +182,7 @@ class ZeroOptimizer:
 
     def _finish(self) -> None:
         if not self._summed:
+            check_no_gradient_left(self.model)
             self.buckets.finish()
             self._summed = True
 

@@ -1,7 +1,8 @@
 """ZeRO stage 3: parameters are shared out too, and whole only while the layer they belong to computes.
 
-A *unit* is what is gathered at a time: each child of the model's outermost ModuleLists and Sequentials (the layers of a
-transformer; of a ModuleList or ModuleDict in them each child), and the *root*, everything else (embedding, last norm, head). Each unit has flat buckets of its own.
+A *unit* is what is gathered at a time: each child of the outermost ModuleLists and Sequentials of the model (layers of
+a transformer; of a ModuleList or ModuleDict among them each child), and the *root*, everything else (embedding, last
+norm, head). Each unit has flat buckets of its own.
 
     forward     a unit's parameters are gathered before it runs and freed after it, the last one's kept for the
                 backward that follows; meanwhile the next unit's are on their way

@@ -650,3 +650,18 @@ def test_every_combination_of_options_gives_a_valid_routing():
         assert (routing.weights[~kept] == 0).all() and (routing.weights[kept] > 0).all()
         if capacity is not None:
             assert routing.counts.max() <= capacity
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sigmoids_that_all_vanish_are_divided_by_their_sum_and_1e_20(dtype):
+    """As DeepSeek-V3 does: far from every expert a token weighs next to nothing, not one half each."""
+    logits = torch.tensor([[-60.0, -60.5, -70.0], [-45.0, -46.0, -90.0]], dtype=dtype, requires_grad=True)
+    weights = ops.route(logits, 2, score="sigmoid").weights
+    wide = logits.detach().double().requires_grad_()
+    p = torch.sigmoid(wide[:, :2])
+    expected = p / (p.sum(-1, keepdim=True) + 1e-20)
+    assert expected[0].sum() < 1e-5 < expected[1].sum()
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=0)
+    (grad,) = torch.autograd.grad(weights[:, 0].sum(), logits)
+    (expected_grad,) = torch.autograd.grad(expected[:, 0].sum(), wide)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-4, atol=1e-12)

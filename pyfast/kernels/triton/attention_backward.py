@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pyfast.kernels.triton.attention_tiles import LOG2_E, load_rows, store_rows, tanh, visible
+from pyfast.kernels.triton.attention_tiles import LOG2_E, load_rows, products, store_rows, tanh, visible
 
 
 @triton.jit
@@ -95,10 +95,10 @@ def _collect(
 ):  # fmt: skip
     """What one block of queries gives dk (without scale) and dv. Scores are [keys, queries] here."""
     b_q = load_rows(q, q_row, q_head, q_count, q_t, q_n, D, BLOCK_Q, BLOCK_D, MASKED, DESCRIPTOR)
-    b_products = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_products = products(b_k, b_q, PRECISION)
     b_dout = load_rows(dout, q_row, q_head, q_count, dout_t, dout_n, DV, BLOCK_Q, BLOCK_DV, MASKED, DESCRIPTOR)
     if NEED_DK:
-        b_dweights = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
+        b_dweights = products(b_v, b_dout, PRECISION)
     b_lse, b_delta = _row_constants(p_lse, p_delta, q_row, q_head, q_count, lse_n, delta_n, BLOCK_Q, MASKED)
     b_weights, b_slope = _weights(b_products, b_lse[None, :], scale, softcap, SOFTCAP)
     if MASKED:
@@ -168,10 +168,10 @@ def _descend(
 ):  # fmt: skip
     """What one block of keys gives dq (without scale)."""
     b_k = load_rows(k, k_row, k_head, k_count, k_t, k_n, D, BLOCK_K, BLOCK_D, MASKED, DESCRIPTOR)
-    b_products = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_products = products(b_q, b_k, PRECISION)
     b_weights, b_slope = _weights(b_products, b_lse[:, None], scale, softcap, SOFTCAP)
     b_v = load_rows(v, k_row, k_head, k_count, v_t, v_n, DV, BLOCK_K, BLOCK_DV, MASKED, DESCRIPTOR)
-    b_dweights = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
+    b_dweights = products(b_dout, b_v, PRECISION)
     b_dscores = b_weights * (b_dweights - b_delta[:, None]) * b_slope
     if MASKED:
         o_q, o_k = tl.arange(0, BLOCK_Q)[:, None], tl.arange(0, BLOCK_K)[None, :]

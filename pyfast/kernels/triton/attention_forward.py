@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pyfast.kernels.triton.attention_tiles import LN_2, LOG2_E, load_rows, store_rows, tanh, visible
+from pyfast.kernels.triton.attention_tiles import LN_2, LOG2_E, load_rows, products, store_rows, tanh, visible
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _attend(
 ):  # fmt: skip
     """One block of keys joins the softmax: (acc, top, sum), acc and sum relative to 2 ** top."""
     b_k = load_rows(k, k_row, k_head, k_count, k_t, k_n, D, BLOCK_K, BLOCK_D, MASKED, DESCRIPTOR)
-    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_scores = products(b_q, b_k, PRECISION)
     if SOFTCAP:
         b_scores = softcap * LOG2_E * tanh(b_scores * (scale / softcap))
     else:

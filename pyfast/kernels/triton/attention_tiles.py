@@ -43,6 +43,25 @@ def load_rows(
 
 
 @triton.jit
+def products(b_rows, b_others, PRECISION: tl.constexpr):
+    """Of every row with every other, [BLOCK, D] and [OTHERS, D]: [BLOCK, OTHERS].
+
+    Wide float32 rows are cut into four, each for warps of its own, and the four sums added: a thread that held whole
+    rows in tf32's parts would spill.
+    """
+    BLOCK: tl.constexpr = b_rows.shape[0]
+    OTHERS: tl.constexpr = b_others.shape[0]
+    D: tl.constexpr = b_rows.shape[1]
+    if D > 128 and b_rows.dtype == tl.float32:
+        b_rows = b_rows.reshape(BLOCK, 4, D // 4).permute(1, 0, 2)
+        b_others = b_others.reshape(OTHERS, 4, D // 4).permute(1, 2, 0)
+        b_products = tl.sum(tl.dot(b_rows, b_others, input_precision=PRECISION), 0)
+    else:
+        b_products = tl.dot(b_rows, tl.trans(b_others), input_precision=PRECISION)
+    return b_products
+
+
+@triton.jit
 def tanh(x):
     """Exact to float32's rounding: by a series near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
     square = x * x

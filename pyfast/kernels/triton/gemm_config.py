@@ -2,8 +2,8 @@
 
 A table instead of triton's autotuner: tuning keyed by shapes runs again for every new shape, allocates beside a
 training step, and picks differently on every rank. Each entry is compiled for its architecture in
-tests/kernels/triton/test_moe_compile.py: no spills (but for what docs/kernels.md names), shared memory within limits,
-tensor cores used.
+tests/kernels/triton/test_moe_compile.py: no spills, shared memory within limits, tensor cores
+used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class GemmConfig:
 FEW_ROWS = 192
 
 # Exact float32 products run outside the tensor cores, in registers: small tiles.
-FLOAT32 = GemmConfig(64, 32, 16, 4, 2, resident=2)
+FLOAT32 = GemmConfig(64, 32, 16, 8, 2, resident=2)
 
 # Operands that cannot be copied in pieces of 16 bytes go through registers, an element at a time.
 UNALIGNED = GemmConfig(64, 64, 32, 8, 2, resident=2)
-FLOAT32_UNALIGNED = GemmConfig(32, 32, 16, 4, 2, resident=4)
+UNALIGNED_SM_100 = GemmConfig(64, 64, 32, 4, 2, resident=2)  # of 8 warps the compiler gave each thread 64 registers
+FLOAT32_UNALIGNED = GemmConfig(32, 32, 16, 8, 2, resident=4)
 
 # (architecture, kernel) -> (config for many rows an expert, config for few). In `wgrad`, block_m and block_n cut the
 # weight [N, K] and block_k is the step along the rows; `up` has two accumulators of block_n columns each.
@@ -66,6 +67,6 @@ def gemm_config(
     if dtype == torch.float32:
         return FLOAT32 if aligned else FLOAT32_UNALIGNED
     if not aligned:
-        return UNALIGNED
+        return UNALIGNED_SM_100 if architecture(capability) == "sm_100" else UNALIGNED
     many, few = TABLE[architecture(capability), kernel]
     return many if rows >= FEW_ROWS * max(experts, 1) else few

@@ -6,8 +6,6 @@ The default run takes what training runs take: bfloat16, head size 128; `-m exha
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -128,9 +126,6 @@ def test_head_sizes_that_are_padded(arch, kernel, D, Dv):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_float32(arch, kernel, width, softcap, carried):
     for result in compiled(arch, kernel, torch.float32, width, width, softcap=softcap, carried=carried):
-        if width == 256:  # the one that spills (docs/kernels.md): no more than this
-            assert result.spilled <= 160, result
-            result = dataclasses.replace(result, spilled=0)
         result.check(tensor_cores=False)
 
 

@@ -111,6 +111,12 @@ def test_a_sink_joins_the_maximum():
     torch.testing.assert_close(lse[:, 0], torch.full_like(lse[:, 0], 100.0))
 
 
+@pytest.mark.parametrize("D, Dv", [(256, 256), (200, 136), (40, 192)])
+def test_wide_heads_in_float32(D, Dv):
+    """Products of rows wider than 128 are summed from four parts."""
+    check(*inputs(torch.float32, N=2, Nk=1, D=D, Dv=Dv, Sq=40, Sk=40), softcap=3.0)
+
+
 @pytest.mark.parametrize("D, Dv", [(8, 8), (40, 24), (80, 80), (96, 128), (192, 128), (20, 33), (1, 1), (100, 12)])
 def test_head_sizes(D, Dv):
     # Of one number a row, the rounding of out and dout alone may take bfloat16 gradients past their bound.

@@ -106,7 +106,9 @@ def test_sizes_of_one():
 def test_the_whole_table_in_16_bits(arch, kernel, width, softcap, carried):
     for dtype in (torch.bfloat16, torch.float16):
         for result in compiled(arch, kernel, dtype, width, width, softcap=softcap, carried=carried):
-            result.check(tma=True)
+            small = (arch, kernel, width) == (100, "keys", 256)  # 32 keys: sm_100's own products take 64 rows
+            result.check(tma=True, tensor_cores=not small)
+            assert not small or result.instructions.get("HMMA"), result
 
 
 @pytest.mark.exhaustive

@@ -15,10 +15,11 @@ from pyfast.kernels import cpu, plain
 def test_equals_the_exact_sum(dtype, count):
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype) * 1e3
     exact = math.fsum(value * value for value in x.tolist())
-    for module in (cpu, plain):
+    # plain torch adds up in fewer chains side by side, which round more
+    for module, tolerance in ((cpu, 1e-14), (plain, 1e-13)):
         total = module.sum_of_squares(x)
         assert total.dtype == torch.float64 and total.shape == ()
-        assert total.item() == pytest.approx(exact, rel=1e-14)
+        assert total.item() == pytest.approx(exact, rel=tolerance)
 
 
 def test_sums_what_overflows_float32_and_passes_nan_on():

@@ -185,6 +185,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it starts behind itself
     if arguments.ranks_of_host is not None:
         return run_ranks(arguments.ranks_of_host, arguments.ranks_per_host, arguments.command)
     with Lab(arguments.hosts, arguments.rate) as lab:

@@ -126,19 +126,33 @@ def start_host(lab: Lab, host: int, ranks_per_host: int, port: int, command: Seq
     return subprocess.Popen(everything, env=environment, start_new_session=True)
 
 
-def run_ranks(host: int, count: int, command: Sequence[str]) -> int:
+class Asked:
+    """Whether a signal asked this program to stop. It is looked at while waiting: an exception out of a handler could
+    be raised, and lost, in a destructor, or end the removal of what was made."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        for number in (signal.SIGTERM, signal.SIGINT):  # shells ignore the latter in what they start behind themselves
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, _: object) -> None:
+        self.number = number
+
+
+def run_ranks(host: int, count: int, command: Sequence[str], asked: Asked) -> int:
     """Run the ranks of one host; the exit code of the first that failed."""
     ranks = []
     for local in range(count):
         environment = {**os.environ, "RANK": str(host * count + local), "LOCAL_RANK": str(local)}
         ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-    return wait_for(ranks)
+    return wait_for(ranks, asked)
 
 
-def wait_for(processes: list[subprocess.Popen[bytes]]) -> int:
-    """0 when all ended well; when one fails the others are stopped, and its exit code is returned."""
+def wait_for(processes: list[subprocess.Popen[bytes]], asked: Asked) -> int:
+    """0 when all ended well; when one fails the others are stopped, and its exit code is returned. After a signal all
+    are stopped."""
     try:
-        while True:
+        while not asked.number:
             codes = [process.poll() for process in processes]
             failed = [code for code in codes if code]
             if failed:
@@ -146,6 +160,7 @@ def wait_for(processes: list[subprocess.Popen[bytes]]) -> int:
             if None not in codes:
                 return 0
             time.sleep(0.02)
+        return 128 + asked.number
     finally:
         stop(processes)
 
@@ -184,20 +199,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it starts behind itself
+    asked = Asked()
     if arguments.ranks_of_host is not None:
-        return run_ranks(arguments.ranks_of_host, arguments.ranks_per_host, arguments.command)
+        return run_ranks(arguments.ranks_of_host, arguments.ranks_per_host, arguments.command, asked)
     with Lab(arguments.hosts, arguments.rate) as lab:
         count, command = arguments.ranks_per_host, arguments.command
-        code = wait_for([start_host(lab, i, count, arguments.port, command) for i in range(arguments.hosts)])
+        code = wait_for([start_host(lab, i, count, arguments.port, command) for i in range(arguments.hosts)], asked)
         for host, (sent, received) in enumerate(lab.traffic()):
             print(f"host {host}: sent {sent / 1e6:.2f} MB, received {received / 1e6:.2f} MB", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    sys.exit(main())

@@ -8,6 +8,7 @@ instructions: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 pytest bench/benc
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,15 @@ from pyfast import ops
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 TOKENS, TOP_K, WIDTH, FFN = 2048, 2, 512, 1024
 pytestmark = pytest.mark.benchmark(group="experts T2048 H512 F1024 top-2, forward + backward, against torch")
+
+
+@functools.cache
+def mixtral_experts(experts: int) -> torch.nn.Module:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    config = mixtral.MixtralConfig(hidden_size=WIDTH, intermediate_size=FFN, num_local_experts=experts)
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        return mixtral.MixtralExperts(config)
 
 
 class Problem:
@@ -73,6 +83,11 @@ class Problem:
             row = self._expert(x[token], w_gate_up[e], w_down[e]) * weights[token, slot, None].to(x.dtype)
             y = y.index_add(0, token, row)
         return y
+
+    def transformers(self, x, weights, w_gate_up, w_down) -> Tensor:
+        """transformers' own eager experts, of Mixtral."""
+        parameters = {"gate_up_proj": w_gate_up, "down_proj": w_down}
+        return torch.func.functional_call(mixtral_experts(len(w_gate_up)), parameters, (x, self.experts, weights))
 
     @staticmethod
     def _expert(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -151,6 +166,7 @@ def bench_stacked_loop(race, experts: int) -> None:
     candidates = {
         "pyfast": problem.step(problem.pyfast, main_grads=True),
         "torch stacked": problem.step(problem.stacked, main_grads=False),
+        "transformers": problem.step(problem.transformers, main_grads=False),
     }
     race(candidates, tolerance=TOLERANCE[torch.float32], flop=18 * TOKENS * TOP_K * WIDTH * FFN)
 

@@ -277,11 +277,7 @@ class Group:
 
         Summed in rank order, half precision in float32. With `async_op` a Work whose `wait()` returns the result.
         """
-        if tensor.dim() == 0 or tensor.shape[0] != self.size:
-            raise ValueError(
-                f"tensor: has shape {tuple(tensor.shape)}, its first dimension must be the {self.size} ranks of group "
-                f"'{self.name}'"
-            )
+        self._check_blocks(tensor)
         source = tensor.detach().contiguous()
         if out is None:
             out = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
@@ -300,11 +296,7 @@ class Group:
 
         With `async_op` a Work whose `wait()` returns the result.
         """
-        if tensor.dim() == 0 or tensor.shape[0] != self.size:
-            raise ValueError(
-                f"tensor: has shape {tuple(tensor.shape)}, its first dimension must be the {self.size} ranks of group "
-                f"'{self.name}'"
-            )
+        self._check_blocks(tensor)
         source = tensor.detach().contiguous()
         if out is None:
             out = torch.empty_like(source)
@@ -315,6 +307,13 @@ class Group:
             return _done(out, async_op) or out
         finish = self._start("all_to_all", name, source, lambda way: way.all_to_all(source, target))
         return self._complete(finish, out, async_op) or out
+
+    def _check_blocks(self, tensor: Tensor) -> None:
+        if tensor.dim() == 0 or tensor.shape[0] != self.size:
+            raise ValueError(
+                f"tensor: has shape {tuple(tensor.shape)}, its first dimension must be the {self.size} ranks of group "
+                f"'{self.name}'"
+            )
 
     def broadcast(self, tensor: Tensor, *, src: int, name: str) -> None:
         """Overwrite `tensor` with that of the rank at index `src` of the group."""

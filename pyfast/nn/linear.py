@@ -19,7 +19,7 @@ from pyfast.ops.all_gather_matmul import all_gather_matmul
 from pyfast.ops.checks import autocast
 from pyfast.ops.collective import reduce_from_group
 from pyfast.ops.dispatch import refuse_second_derivative
-from pyfast.ops.linear import input_gradient, linear, weight_gradient, write_weight_gradient
+from pyfast.ops.linear import bias_gradient, input_gradient, linear, weight_gradient, write_weight_gradient
 from pyfast.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
@@ -176,7 +176,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 write_weight_gradient(grad, x, *target)
                 dw = ctx.sink.nothing()
         if needs_bias:
-            db = grad.reshape(-1, grad.shape[-1]).sum(0)
+            db = bias_gradient(grad)
         if work is not None:
             work.wait()
         return dx, dw, db, None, None, None

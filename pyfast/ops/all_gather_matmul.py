@@ -12,9 +12,9 @@ from torch import Tensor
 from pyfast.comm import Group
 from pyfast.ops.checks import autocast
 from pyfast.ops.dispatch import records, refuse_second_derivative
-from pyfast.ops.linear import add_weight_gradient, weight_gradient
-from pyfast.ops.main_grad import Defer, add_or_defer, check_main_grad
-from pyfast.ops.overlap import Transport, bias_gradient, check_dim, check_product, transport_for
+from pyfast.ops.linear import bias_gradient, weight_gradient_or_add
+from pyfast.ops.main_grad import Defer, check_main_grad
+from pyfast.ops.overlap import Transport, check_dim, check_product, transport_for
 
 
 def all_gather_matmul(
@@ -133,7 +133,8 @@ class _AllGatherMatmul(torch.autograd.Function):
         dws: list[Tensor | None] = [None] * count
         whole = gather() if gather is not None else None
         for index in (index for index, want in enumerate(wanted) if want):
-            dws[index] = _weight_gradient(call, index, dys[index], whole, weights[index])
+            main_grad = call.main_grads[index]
+            dws[index] = weight_gradient_or_add(dys[index], whole, weights[index], main_grad, call.defer)
         dx = scatter() if scatter is not None else None
         dbs = [bias_gradient(dy) if need and dy is not None else None for need, dy in zip(needs_bias, dys, strict=True)]
         return None, dx, *dws, *dbs
@@ -148,12 +149,3 @@ def _scatter(
     return call.transport.matmul_scatter(
         "matmul_reduce_scatter", f"{call.name} input gradient", pairs, call.dim, lengths, addend=dwhole
     )
-
-
-def _weight_gradient(call: _Call, index: int, dy: Tensor, whole: Tensor, w: Tensor) -> Tensor | None:
-    main_grad = call.main_grads[index]
-    if main_grad is None:
-        return weight_gradient(dy, whole, w)
-    reads = {"x": whole, "the upstream gradient": dy}
-    add_or_defer(call.defer, lambda: add_weight_gradient(dy, whole, main_grad), (main_grad,), reads)
-    return None

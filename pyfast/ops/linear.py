@@ -90,6 +90,22 @@ def add_weight_gradient(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
         kernels.for_device(dy.device).gemm(dy.t(), x, main_grad, accumulate=True)
 
 
+def weight_gradient_or_add(
+    dy: Tensor, x: Tensor, w: Tensor, main_grad: Tensor | None, defer: Defer | None
+) -> Tensor | None:
+    """`weight_gradient`; with a main_grad None, and it is added there: now, or by the closure that `defer` gets."""
+    if main_grad is None:
+        return weight_gradient(dy, x, w)
+    reads = {"x": x, "the upstream gradient": dy}
+    add_or_defer(defer, lambda: add_weight_gradient(dy, x, main_grad), (main_grad,), reads)
+    return None
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    """Sum of dy [..., F] over all rows, in the precision of sums, rounded once."""
+    return _as_matrix(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype)
+
+
 def write_weight_gradient(dy: Tensor, x: Tensor, target: Tensor, accumulate: bool) -> None:
     """The gradient by w of `linear` into `target` [F, H] of the sum dtype, contiguous; added to it if `accumulate`.
 
@@ -147,7 +163,7 @@ def _backward(
     """(dx, dw, dbias); what is not needed comes back empty."""
     dx = _packed_input_gradient(dy, w) if need_dx else x.new_empty(0)
     dw = _packed_weight_gradient(dy, x, w) if need_dw else w.new_empty(0)
-    dbias = _as_matrix(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype) if need_dbias else w.new_empty(0)
+    dbias = bias_gradient(dy) if need_dbias else w.new_empty(0)
     return dx, dw, dbias
 
 
@@ -186,14 +202,11 @@ class _WithMainGrad(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         refuse_second_derivative("linear")
         x, w = ctx.saved_tensors
-        main_grad = ctx.main_grad
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         dx = input_gradient(dy, w) if need_dx else None
         if need_dw:
-            reads = {"x": x, "the upstream gradient": dy}
-            add_or_defer(ctx.defer, lambda: add_weight_gradient(dy, x, main_grad), (main_grad,), reads)
-        dbias = _as_matrix(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype) if need_dbias else None
-        return dx, None, dbias, None, None
+            weight_gradient_or_add(dy, x, w, ctx.main_grad, ctx.defer)
+        return dx, None, bias_gradient(dy) if need_dbias else None, None, None
 
 
 _forward_op = Op("linear", "(Tensor x, Tensor w, Tensor? bias) -> Tensor", _forward, _forward_fake)

@@ -11,9 +11,9 @@ from torch import Tensor
 from pyfast.comm import Group
 from pyfast.ops.checks import autocast
 from pyfast.ops.dispatch import records, refuse_second_derivative
-from pyfast.ops.linear import add_weight_gradient, input_gradient, weight_gradient
-from pyfast.ops.main_grad import Defer, add_or_defer, check_main_grad
-from pyfast.ops.overlap import Transport, bias_gradient, check_product, transport_for
+from pyfast.ops.linear import bias_gradient, input_gradient, weight_gradient_or_add
+from pyfast.ops.main_grad import Defer, check_main_grad
+from pyfast.ops.overlap import Transport, check_product, transport_for
 
 
 def matmul_all_reduce(
@@ -77,11 +77,5 @@ class _MatmulAllReduce(torch.autograd.Function):
         call = ctx.call
         _, needs_x, needs_w, needs_bias = ctx.needs_input_grad
         dx = input_gradient(dy, w) if needs_x else None
-        dw = None
-        if needs_w and call.main_grad is None:
-            dw = weight_gradient(dy, x, w)
-        elif needs_w:
-            reads = {"x": x, "the upstream gradient": dy}
-            add = lambda: add_weight_gradient(dy, x, call.main_grad)  # noqa: E731
-            add_or_defer(call.defer, add, (call.main_grad,), reads)
+        dw = weight_gradient_or_add(dy, x, w, call.main_grad, call.defer) if needs_w else None
         return None, dx, dw, bias_gradient(dy) if needs_bias else None

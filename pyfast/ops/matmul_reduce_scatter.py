@@ -13,9 +13,9 @@ from pyfast.comm import Group
 from pyfast.comm.schedule import even_lengths
 from pyfast.ops.checks import autocast
 from pyfast.ops.dispatch import records, refuse_second_derivative
-from pyfast.ops.linear import add_weight_gradient, weight_gradient
-from pyfast.ops.main_grad import Defer, add_or_defer, check_main_grad
-from pyfast.ops.overlap import Transport, bias_gradient, check_dim, check_product, transport_for
+from pyfast.ops.linear import bias_gradient, weight_gradient_or_add
+from pyfast.ops.main_grad import Defer, check_main_grad
+from pyfast.ops.overlap import Transport, check_dim, check_product, transport_for
 
 
 def matmul_reduce_scatter(
@@ -95,17 +95,12 @@ class _MatmulReduceScatter(torch.autograd.Function):
         x, w = ctx.saved_tensors
         call = ctx.call
         _, needs_x, needs_w, needs_bias = ctx.needs_input_grad
-        dx = dw = whole = None
+        dx = whole = None
         if needs_x:
             (dx,), whole, _ = call.transport.gather_matmul(
                 "all_gather_matmul", f"{call.name} input gradient", dy, call.dim, [w], [None], keep=needs_w
             )
         elif needs_w:
             whole = call.transport.gather("all_gather", f"{call.name} weight gradient", dy, call.dim)()
-        if needs_w and call.main_grad is None:
-            dw = weight_gradient(whole, x, w)
-        elif needs_w:
-            reads = {"x": x, "the upstream gradient": whole}
-            add = lambda: add_weight_gradient(whole, x, call.main_grad)  # noqa: E731
-            add_or_defer(call.defer, add, (call.main_grad,), reads)
+        dw = weight_gradient_or_add(whole, x, w, call.main_grad, call.defer) if needs_w else None
         return None, dx, dw, bias_gradient(dy) if needs_bias else None

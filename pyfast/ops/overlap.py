@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyfast.comm import Group
-from pyfast.kernels.dtypes import sum_dtype
 from pyfast.ops.checks import check_float, check_same
 from pyfast.ops.overlap_collective import CollectiveTransport
 from pyfast.ops.overlap_shared import SharedTransport
@@ -76,8 +75,3 @@ def check_dim(dim: int, x: Tensor) -> int:
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         raise ValueError(f"dim is {dim}; it must be a dimension of x {tuple(x.shape)} other than the last, its width")
     return dim % x.dim()
-
-
-def bias_gradient(dy: Tensor) -> Tensor:
-    """Sum of dy [..., out] over all rows, in the precision of sums, rounded once."""
-    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=sum_dtype(dy.dtype)).to(dy.dtype)

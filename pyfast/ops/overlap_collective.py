@@ -17,9 +17,7 @@ from pyfast import kernels
 from pyfast.comm import Group
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.ops.linear import linear
-from pyfast.ops.overlap_sums import add_in_order, gather_signature, sum_signature
-
-Pairs = Sequence[tuple[Tensor, Tensor]]
+from pyfast.ops.overlap_sums import Pairs, add_in_order, gather_signature, sum_signature
 
 
 class CollectiveTransport:

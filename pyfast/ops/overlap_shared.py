@@ -20,9 +20,8 @@ from pyfast.comm.symmetric import Epoch, SymmetricMemory
 from pyfast.kernels.dtypes import sum_dtype
 from pyfast.kernels.matmul_choice import packed_gemm_is_faster
 from pyfast.kernels.panels import Flags
-from pyfast.ops.overlap_sums import add_in_order, gather_signature, sum_signature
+from pyfast.ops.overlap_sums import Pairs, add_in_order, gather_signature, sum_signature
 
-Pairs = Sequence[tuple[Tensor, Tensor]]
 # With more than two ranks a small sum is made by all of them at once, a large one in parts that they exchange.
 _SMALL_SUM_BYTES = 1 << 17
 # Flags of a gather: the shard is in its slot; or, where the slots have grown meanwhile, in its new slot.

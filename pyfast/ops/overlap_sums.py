@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pyfast.comm.exchange import combine
 
+Pairs = Sequence[tuple[Tensor, Tensor]]  # operands a, b of products that are added up
+
 
 def add_in_order(pieces: Sequence[Tensor], bias: Tensor | None, out: Tensor) -> None:
     """out = pieces[0] + pieces[1] + ... + bias, in this order and the pieces' precision, rounded once."""

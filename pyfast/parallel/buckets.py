@@ -84,8 +84,7 @@ class Bucket:
 
     def mine(self, slot: _Slot) -> slice:
         """The stretch of a parameter's place that lies in this rank's shard; empty if none does."""
-        begin, end = _overlap(slot.place, self.shard)
-        return slice(begin, max(begin, end))
+        return slice(*_overlap(slot.place, self.shard))
 
     def gather_shards(self, flat: Tensor) -> Tensor:
         """`flat`, a tensor like `data_shard`, of all ranks: [numel]. Collective where the bucket is sharded."""
@@ -94,9 +93,11 @@ class Bucket:
         return self.shard_group.all_gather(flat, name=f"gather bucket ({self.names[0]} ..)").view(-1)
 
     def _part(self, flat: Tensor, slot: _Slot) -> FlatPart:
-        begin, end = _overlap(slot.place, self.shard)
-        inside = flat[begin - self.shard.start : end - self.shard.start] if end > begin else flat[:0]
-        return FlatPart(inside, begin - slot.place.start, tuple(slot.shape), slot.layout)
+        mine = self.mine(slot)
+        inside = (
+            flat[mine.start - self.shard.start : mine.stop - self.shard.start] if mine.stop > mine.start else flat[:0]
+        )
+        return FlatPart(inside, mine.start - slot.place.start, tuple(slot.shape), slot.layout)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,18 +75,9 @@ class Zero1Buckets(FlatBuckets):
 
     stage = 1
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: ParallelMesh,
-        *,
-        group_of: Callable[[str, Parameter], Hashable] | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        compression: str = "none",
-    ) -> None:
-        super().__init__(
-            model.named_parameters(), mesh, group_of=group_of, bucket_bytes=bucket_bytes, compression=compression
-        )
+    def __init__(self, model: nn.Module, mesh: ParallelMesh, **settings: Any) -> None:
+        """settings: as `FlatBuckets` has them."""
+        super().__init__(model.named_parameters(), mesh, **settings)
         self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:

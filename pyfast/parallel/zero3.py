@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyfast.comm import Work
 from pyfast.nn.layout import get_layout, set_layout
-from pyfast.parallel.buckets import DEFAULT_BUCKET_BYTES, Bucket
+from pyfast.parallel.buckets import Bucket
 from pyfast.parallel.flat_part import FlatPart
 from pyfast.parallel.mesh import ParallelMesh
 from pyfast.parallel.zero import Zero2Buckets
@@ -102,17 +102,15 @@ class Zero3Buckets(Zero2Buckets):
         model: nn.Module,
         mesh: ParallelMesh,
         *,
-        group_of: Callable[[str, Parameter], Hashable] | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        compression: str = "none",
         fill: Fill | None = None,
         device: torch.device | str = "cpu",
+        **settings: Any,
     ) -> None:
         self._in_order = InOrder()
         self._fill = fill
         take_off_meta(model, device, fill)
         self._modules, self._unit_names = find_units(model)
-        super().__init__(model, mesh, group_of=group_of, bucket_bytes=bucket_bytes, compression=compression)
+        super().__init__(model, mesh, **settings)
 
     # Units.
 
@@ -139,7 +137,7 @@ class Zero3Buckets(Zero2Buckets):
             unit = self._modules.get(module)
             if unit is not None:
                 self._watch_unit(module, self._units[unit])
-            elif not any(name.startswith(f"{inside}.") for inside in self._modules.values()):
+            elif not _inside(name, self._modules.values()):
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self._gather(self._root)))
             else:
                 self._watch_inside(name, module)
@@ -292,8 +290,9 @@ class Zero3Buckets(Zero2Buckets):
             unit.whole = True
 
     def _free(self, unit: Unit) -> None:
-        if unit.gathers:  # asked for and not needed after all
-            self._gather(unit)
+        if not unit.whole and not unit.gathers:
+            return
+        self._gather(unit)  # what was asked for and not needed after all
         for bucket in unit.buckets:
             _free_parameters(bucket)
         unit.whole = False

@@ -365,17 +365,22 @@ def state_travels(rank, world_size, first, second, directory):
     train(whole, optimizer, range(3))
     optimizer.save(directory, 3, scalars={"note": "three"})
     by_dict, other = new(second, 1)
-    by_dict.load_state_dict(whole.state_dict())
+    with optimizer.whole_parameters():
+        values = {name: p.clone() for name, p in whole.state_dict().items()}
+    with other.whole_parameters(write=True):
+        by_dict.load_state_dict(values)
     other.load_state_dict(optimizer.state_dict())
     by_file, third = new(second, 2)
     note = third.load(directory)
     for model, its in ((whole, optimizer), (by_dict, other), (by_file, third)):
         train(model, its, range(3, 5))
     states = [its.state_dict() for its in (optimizer, other, third)]
+    for its in (optimizer, other, third):
+        its.close()  # whole parameters at stage 3 too
     return note, [list(m.state_dict().values()) for m in (whole, by_dict, by_file)], states
 
 
-@pytest.mark.parametrize("first, second", [(0, 1), (1, 0), (2, 1), (0, 2)])
+@pytest.mark.parametrize("first, second", [(0, 1), (1, 0), (2, 1), (0, 2), (3, 0), (1, 3), (3, 3)])
 def test_state_goes_from_stage_to_stage(ranks, tmp_path, first, second):
     """bfloat16 parameters with float32 masters, the same bits afterwards."""
     for note, models, states in ranks.run(state_travels, 2, first, second, str(tmp_path)):

@@ -8,13 +8,12 @@
 #include <chrono>
 #include <climits>
 #include <cstdint>
+#include <ctime>
 
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <ctime>
 #endif
 
 namespace pyfast {
